@@ -1,0 +1,1 @@
+"""The engine: scheduling, memory and the step loop, from sequences to token ids."""

@@ -1,0 +1,1 @@
+"""One module per op of the network, each with the torch reference as its CPU path."""

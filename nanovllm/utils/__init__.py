@@ -1,0 +1,1 @@
+"""What layers and engine share: step context, weight loading, ranks, tokenizer."""
