@@ -1,0 +1,1 @@
+"""A small Qwen3 whose answers can be checked, the script that trained it, and its problems."""
