@@ -82,6 +82,9 @@ CPU_MIX = Mix(64, 10, (Group(1, 4, 12), Group(1, 8, 40), Group(1, 30, 90), Group
 PEAK_LR = 2e-3
 WARMUP_STEPS = 200
 AVERAGE_DECAY = 0.999
+# Rows are padded on the right and attention is causal. Under torch.compile transformers would
+# build a full mask all the same, which rules out the fast attention kernels.
+NO_MASK = {"full_attention": None}
 EVALUATION_EVERY_S = 20.0
 NUM_EVALUATED = {"sum": 1000, "reverse": 1000, "lookup": 400}
 EVALUATION_SEED = 1  # tests and example.py draw with others
@@ -205,9 +208,8 @@ class StepLoss:
     def _loss(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         # bf16 only where it is fast: on a CPU it is slower and learns no better.
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            # Rows are padded on the right and attention is causal: no mask is needed.
-            logits = self._model(input_ids=ids, use_cache=False).logits  # (rows, tokens, vocab)
-        flat = logits.float().flatten(0, 1)
+            output = self._model(input_ids=ids, attention_mask=NO_MASK, use_cache=False)
+        flat = output.logits.float().flatten(0, 1)  # (rows * tokens, vocab)
         return F.cross_entropy(flat, labels.flatten(), ignore_index=NOT_GRADED)
 
 
