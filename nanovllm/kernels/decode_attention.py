@@ -1,0 +1,495 @@
+"""Paged split-KV decode attention: one new token a sequence attends to everything it has cached.
+
+Decoding reads the whole KV cache once a step and does almost no arithmetic, so the only goal is to keep every
+multiprocessor streaming until the end. Sequences differ in length, so each is cut into *chunks*, and a chunk of one KV
+head is the unit of work. `plan_decode_kernel` lists the chunks once a step, for all layers: it picks the chunk length
+from the sum of the lengths, so that the list fits a grid of `num_seqs + spare_items` rows whatever the lengths are, and
+puts long chunks first, so that short ones fill the gaps at the end. The grid never depends on max_model_len, and one
+captured CUDA graph serves every context length. A sequence of one chunk is written at once; of several, each chunk
+leaves a float32 partial result, and a second kernel adds these up in a fixed order.
+
+The query heads that share a KV head (grouped-query attention) are the rows of one matrix product, padded to 16.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.optional_triton import tl, triton
+from nanovllm.kernels.store_kvcache import check_kv_cache
+
+__all__ = ["DecodePlan", "DecodeTuning", "decode_attention", "decode_attention_torch", "decode_tuning"]
+
+ITEM_FIELDS = 4  # lane, first key, end of keys, number of chunks of the lane
+MIN_QUERY_ROWS = 16  # tl.dot takes no fewer rows
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """Constants of the decode kernels; none depends on the batch."""
+
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int  # tiles in flight, K and V each
+    min_chunk: int  # tokens, a multiple of block_n: shorter chunks cost more than they balance
+    spare_items: int  # work items beyond one a lane
+
+
+def decode_tuning(group: int, head_dim: int, block_size: int, element_bytes: int = 2) -> DecodeTuning:
+    """Return the constants for `group` query heads a KV head; tuned on one H200 in bfloat16."""
+    if element_bytes > 2:
+        return DecodeTuning(block_n=32, num_warps=4, num_stages=2, min_chunk=256, spare_items=128)
+    if head_dim > 128:
+        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=256, spare_items=128)
+    return DecodeTuning(block_n=128, num_warps=4, num_stages=3, min_chunk=256, spare_items=128)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """How one step's work is cut up, shared by all layers; the owner of the partial results.
+
+    Addresses never change, so a plan may be captured: `update` and every `decode_attention` that follows it in the
+    same stream belong together. Rows of partial results are overwritten by each layer.
+    """
+
+    tuning: DecodeTuning
+    items: torch.Tensor  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; end 0 = no work
+    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first full-chunk item, its remainder's item
+    chunk: torch.Tensor  # (1,) int32: tokens a full chunk
+    partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: exp-weighted sums of V
+    partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
+    partial_sum: torch.Tensor  # (max_items, num_q_heads) float32: sum of exponentials
+
+    @classmethod
+    def allocate(
+        cls,
+        max_num_seqs: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        device: torch.device | str,
+        dtype: torch.dtype = torch.bfloat16,
+        tuning: DecodeTuning | None = None,
+    ) -> DecodePlan:
+        """Allocate a plan for up to max_num_seqs lanes; `dtype` is the cache's, `tuning` is for experiments.
+
+        Raises:
+            ValueError: if the heads or the block size are not among those that the kernels take.
+        """
+        _check_shapes(num_q_heads, num_kv_heads, head_dim, block_size)
+        if tuning is None:
+            tuning = decode_tuning(num_q_heads // num_kv_heads, head_dim, block_size, dtype.itemsize)
+        if tuning.min_chunk % tuning.block_n:
+            raise ValueError(f"min_chunk is {tuning.min_chunk}, must be a multiple of block_n, {tuning.block_n}")
+        max_items = max_num_seqs + tuning.spare_items
+
+        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            tuning=tuning,
+            items=zeros(max_items, ITEM_FIELDS, dtype=torch.int32),
+            lane_items=zeros(max_num_seqs, 2, dtype=torch.int32),
+            chunk=zeros(1, dtype=torch.int32),
+            partial_out=zeros(max_items, num_q_heads, head_dim, dtype=torch.float32),
+            partial_max=zeros(max_items, num_q_heads, dtype=torch.float32),
+            partial_sum=zeros(max_items, num_q_heads, dtype=torch.float32),
+        )
+
+    def update(self, context_lens: torch.Tensor) -> None:
+        """Plan a step: list the work of `context_lens` (num_seqs,) int32, 0 = padded lane. One launch, no sync.
+
+        Raises:
+            ValueError: if there are more lanes than were allocated, or the dtype is not int32.
+        """
+        num_seqs = self._check_lanes(context_lens)
+        plan_decode_kernel[(triton.cdiv(num_seqs, 16),)](
+            context_lens, self.items, self.lane_items, self.chunk, num_seqs, self.num_items(num_seqs),
+            MIN_CHUNK=self.tuning.min_chunk, BLOCK_N=self.tuning.block_n,
+            BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16, BLOCK_CANDIDATES=16,
+        )  # fmt: skip
+
+    def num_items(self, num_seqs: int) -> int:
+        """Rows of the grid for num_seqs lanes: an upper bound on the work items of any lengths."""
+        return num_seqs + self.tuning.spare_items
+
+    def _check_lanes(self, context_lens: torch.Tensor) -> int:
+        max_num_seqs = self.lane_items.shape[0]
+        if context_lens.dim() != 1 or not 0 < context_lens.shape[0] <= max_num_seqs:
+            raise ValueError(
+                f"context_lens is {tuple(context_lens.shape)}, the plan has room for 1 to {max_num_seqs} sequences: "
+                "allocate it for more"
+            )
+        if context_lens.dtype != torch.int32 or not context_lens.is_contiguous():
+            raise ValueError(f"context_lens must be contiguous int32, not {context_lens.dtype}")
+        return context_lens.shape[0]
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    plan: DecodePlan,
+) -> torch.Tensor:
+    """Attend with one query a sequence over its cached keys; reads 2 × context_lens.sum() × KV heads × head_dim.
+
+    Args:
+        q: (num_seqs, num_q_heads, head_dim), last dimension contiguous.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), q's dtype; block_size a power of two >= 16.
+        v_cache: k_cache's shape and strides.
+        block_tables: (num_seqs, max_blocks) int32, rows may be strided. Columns past a sequence's last block are
+            never read through, whatever they hold.
+        context_lens: (num_seqs,) int32: tokens each query may see, the new one included; 0 = padded lane.
+        scale: factor of the scores, 1/sqrt(head_dim) as a rule.
+        plan: made for these heads, updated with these context_lens.
+
+    Returns:
+        (num_seqs, num_q_heads, head_dim) in q's dtype; padded lanes are 0.
+
+    Raises:
+        ValueError: if shapes, dtypes, strides or the plan don't fit together.
+
+    Source: Flash-Decoding (Dao et al. 2023) for splitting over keys; PagedAttention (Kwon et al. 2023).
+    """
+    num_seqs = plan._check_lanes(context_lens)
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens)
+    num_q_heads, head_dim = q.shape[1:]
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    _check_shapes(num_q_heads, num_kv_heads, head_dim, block_size)
+    if plan.partial_out.shape[1:] != q.shape[1:]:
+        raise ValueError(
+            f"the plan is for {tuple(plan.partial_out.shape[1:])} (query heads, head_dim), q has {tuple(q.shape[1:])}: "
+            "allocate one for these heads"
+        )
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    group = num_q_heads // num_kv_heads
+    block_d = triton.next_power_of_2(head_dim)
+    decode_attention_kernel[(plan.num_items(num_seqs) * num_kv_heads,)](
+        out, q, k_cache, v_cache, block_tables, plan.items, plan.partial_out, plan.partial_max, plan.partial_sum,
+        scale * math.log2(math.e), q.stride(0), q.stride(1), block_tables.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        BLOCK_M=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)), BLOCK_N=plan.tuning.block_n, BLOCK_D=block_d,
+        num_warps=plan.tuning.num_warps, num_stages=plan.tuning.num_stages,
+    )  # fmt: skip
+    combine_chunks_kernel[(num_seqs, num_q_heads)](
+        out, context_lens, plan.lane_items, plan.chunk, plan.partial_out, plan.partial_max, plan.partial_sum,
+        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, BLOCK_CHUNKS=16, BLOCK_D=block_d, num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def decode_attention_torch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """`decode_attention` in plain torch, in float32, one sequence after the other; any block size."""
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens)
+    out = torch.zeros_like(q)
+    for lane, context_len in enumerate(context_lens.tolist()):
+        if context_len:
+            key, value = gather_kv(k_cache, v_cache, block_tables[lane], context_len)
+            heads = q[lane].float().unflatten(0, (key.shape[1], -1))  # (kv_heads, group, head_dim)
+            probs = (torch.einsum("hgd,nhd->hgn", heads, key) * scale).softmax(-1)
+            out[lane] = torch.einsum("hgn,nhd->hgd", probs, value).flatten(0, 1).to(q.dtype)
+    return out
+
+
+def gather_kv(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, context_len: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return one sequence's keys and values from the cache, (context_len, num_kv_heads, head_dim) float32 each."""
+    block_ids = block_table[: triton.cdiv(context_len, k_cache.shape[1])].long()
+    key, value = (cache[block_ids].flatten(0, 1)[:context_len].float() for cache in (k_cache, v_cache))
+    return key, value
+
+
+@triton.jit(do_not_specialize=["context_lens_ptr", "num_seqs", "num_items"])
+def plan_decode_kernel(
+    context_lens_ptr,
+    items_ptr,
+    lane_items_ptr,
+    chunk_ptr,
+    num_seqs,
+    num_items,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_LANES: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_CANDIDATES: tl.constexpr,
+):
+    """List full chunks by lane, then remainders by length, then items without work; BLOCK_LANES lanes a program.
+
+    Programs don't communicate: each counts, over all lanes, what stands before its own.
+    """
+    program = tl.program_id(0)
+    chunk = _pick_chunk(context_lens_ptr, num_seqs, num_items, MIN_CHUNK, BLOCK_N, BLOCK_SEQS, BLOCK_CANDIDATES)
+    tl.store(chunk_ptr, chunk, mask=program == 0)
+
+    lanes = program * BLOCK_LANES + tl.arange(0, BLOCK_LANES)
+    lens = tl.load(context_lens_ptr + lanes, mask=lanes < num_seqs, other=0)
+    num_full = lens // chunk
+    rest = lens - num_full * chunk
+    first_item = tl.zeros([BLOCK_LANES], tl.int32)
+    rank = tl.zeros([BLOCK_LANES], tl.int32)  # among all remainders, longest first
+    total_full = 0
+    total_rest = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        others = first + tl.arange(0, BLOCK_SEQS)
+        other_lens = tl.load(context_lens_ptr + others, mask=others < num_seqs, other=0)
+        other_full = other_lens // chunk
+        other_rest = other_lens - other_full * chunk
+        is_earlier = others[None, :] < lanes[:, None]
+        is_longer = other_rest[None, :] > rest[:, None]
+        is_before = is_longer | ((other_rest[None, :] == rest[:, None]) & is_earlier)
+        first_item += tl.sum(tl.where(is_earlier, other_full[None, :], 0), axis=1)
+        rank += tl.sum(is_before.to(tl.int32), axis=1)
+        total_full += tl.sum(other_full, axis=0)
+        total_rest += tl.sum((other_rest > 0).to(tl.int32), axis=0)
+
+    num_chunks = num_full + (rest > 0).to(tl.int32)
+    for first in range(0, tl.max(num_full, axis=0), BLOCK_CHUNKS):
+        index = first + tl.arange(0, BLOCK_CHUNKS)[None, :]
+        _store_items(
+            items_ptr, first_item[:, None] + index, lanes[:, None], index * chunk, index * chunk + chunk,
+            num_chunks[:, None], index < num_full[:, None],
+        )  # fmt: skip
+    rest_item = total_full + rank
+    _store_items(items_ptr, rest_item, lanes, lens - rest, lens, num_chunks, rest > 0)
+    tl.store(lane_items_ptr + lanes * 2, first_item, mask=lanes < num_seqs)
+    tl.store(lane_items_ptr + lanes * 2 + 1, rest_item, mask=lanes < num_seqs)
+
+    first_unused = total_full + total_rest + program * BLOCK_SEQS
+    for first in range(first_unused, num_items, tl.num_programs(0) * BLOCK_SEQS):
+        unused = first + tl.arange(0, BLOCK_SEQS)
+        _store_items(items_ptr, unused, 0, 0, 0, 0, unused < num_items)
+
+
+@triton.jit
+def _pick_chunk(
+    context_lens_ptr,
+    num_seqs,
+    num_items,
+    MIN_CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_CANDIDATES: tl.constexpr,
+):
+    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a multiple of BLOCK_N.
+
+    total / num_items is too short unless every length is a multiple of it; total / spare items always suffices, since
+    at most that many chunks are full and at most num_seqs are not.
+    """
+    total = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + tl.arange(0, BLOCK_SEQS)
+        total += tl.sum(tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0), axis=0)
+    shortest = total // num_items
+    longest = tl.cdiv(total, num_items - num_seqs)
+    steps = tl.arange(0, BLOCK_CANDIDATES)
+    candidates = shortest + tl.cdiv((longest - shortest) * steps, BLOCK_CANDIDATES - 1)
+    candidates = tl.cdiv(tl.maximum(candidates, MIN_CHUNK), BLOCK_N) * BLOCK_N
+    counts = tl.zeros([BLOCK_CANDIDATES], tl.int32)
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + tl.arange(0, BLOCK_SEQS)
+        lens = tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
+        counts += tl.sum(tl.cdiv(lens[:, None], candidates[None, :]), axis=0)
+    return tl.min(tl.where(counts <= num_items, candidates, 2**31 - 1), axis=0)
+
+
+@triton.jit
+def _store_items(items_ptr, item, lane, start, end, num_chunks, mask):
+    """Write work items; everything broadcasts against `item`."""
+    fields = items_ptr + item * 4
+    tl.store(fields, lane, mask=mask)
+    tl.store(fields + 1, start, mask=mask)
+    tl.store(fields + 2, end, mask=mask)
+    tl.store(fields + 3, num_chunks, mask=mask)
+
+
+@triton.jit(do_not_specialize=["block_tables_ptr", "q_stride_lane", "table_stride"])
+def decode_attention_kernel(
+    out_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    items_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    scale_log2,
+    q_stride_lane,
+    q_stride_head,
+    table_stride,
+    cache_stride_block,
+    cache_stride_token,
+    cache_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One work item of one KV head a program; neighbours share the item, so they read neighbouring rows."""
+    item = tl.program_id(0) // NUM_KV_HEADS
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    lane = tl.load(items_ptr + item * 4).to(tl.int64)
+    start = tl.load(items_ptr + item * 4 + 1)
+    end = tl.load(items_ptr + item * 4 + 2)
+    num_chunks = tl.load(items_ptr + item * 4 + 3)
+    if end == 0:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    head = kv_head * GROUP + rows
+    row_mask = rows < GROUP
+    tile_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = lane * q_stride_lane + head[:, None] * q_stride_head + dims[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=tile_mask, other=0.0)
+    table_ptr = block_tables_ptr + lane * table_stride
+    k_cache_ptr += kv_head * cache_stride_head
+    v_cache_ptr += kv_head * cache_stride_head
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for first in range(start, end, BLOCK_N):
+        offsets = kv_row_offsets(table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = offsets[:, None] + dims[None, :]
+        is_key = first + tl.arange(0, BLOCK_N) < end
+        # Masked rows are zeros, not whatever the slot holds: a probability of 0 times NaN is NaN.
+        kv_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+        v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.where(is_key[None, :], scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
+        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+
+    num_q_heads = NUM_KV_HEADS * GROUP
+    if num_chunks == 1:
+        out_offsets = (lane * num_q_heads + head[:, None]) * HEAD_DIM + dims[None, :]
+        tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=tile_mask)
+    else:
+        partial_row = item * num_q_heads + head
+        tl.store(partial_max_ptr + partial_row, row_max, mask=row_mask)
+        tl.store(partial_sum_ptr + partial_row, row_sum, mask=row_mask)
+        tl.store(partial_out_ptr + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask)
+
+
+@triton.jit
+def kv_row_offsets(
+    table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a multiple of BLOCK_N.
+
+    Positions from `end` on get an offset in block 0 or in the block of `first`; they must not be read.
+    """
+    rows = tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE >= BLOCK_N:  # the whole tile lies in one block
+        block_id = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
+        offset = block_id * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
+        return offset + rows * cache_stride_token
+    else:
+        positions = first + rows
+        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0).to(tl.int64)
+        return block_ids * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
+
+
+@triton.jit(do_not_specialize=["context_lens_ptr"])
+def combine_chunks_kernel(
+    out_ptr,
+    context_lens_ptr,
+    lane_items_ptr,
+    chunk_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    NUM_Q_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up the partial results of one query head of one lane, in the order of its chunks; zeros for padded lanes."""
+    lane = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    context_len = tl.load(context_lens_ptr + lane)
+    chunk = tl.load(chunk_ptr)
+    first_item = tl.load(lane_items_ptr + lane * 2)
+    rest_item = tl.load(lane_items_ptr + lane * 2 + 1)
+    num_full = context_len // chunk
+    num_chunks = tl.cdiv(context_len, chunk)
+    if num_chunks == 1:
+        return
+
+    dims = tl.arange(0, BLOCK_D)
+    dim_mask = dims < HEAD_DIM
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_chunks, BLOCK_CHUNKS):
+        index = first + tl.arange(0, BLOCK_CHUNKS)
+        is_chunk = index < num_chunks
+        row = tl.where(index < num_full, first_item + index, rest_item) * NUM_Q_HEADS + head
+        chunk_max = tl.load(partial_max_ptr + row, mask=is_chunk, other=float("-inf"))
+        chunk_sum = tl.load(partial_sum_ptr + row, mask=is_chunk, other=0.0)
+        tile_mask = is_chunk[:, None] & dim_mask[None, :]
+        chunk_out = tl.load(partial_out_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=tile_mask, other=0.0)
+        new_top = tl.maximum(top, tl.max(chunk_max, axis=0))
+        weight = tl.exp2(chunk_max - new_top)
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(chunk_sum * weight, axis=0)
+        acc = acc * rescale + tl.sum(chunk_out * weight[:, None], axis=0)
+        top = new_top
+    out = acc / tl.where(num_chunks == 0, 1.0, total)
+    tl.store(out_ptr + (lane * NUM_Q_HEADS + head) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)
+
+
+def _check_shapes(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    if num_q_heads % num_kv_heads or num_q_heads // num_kv_heads > 16:
+        raise ValueError(f"{num_q_heads} query heads for {num_kv_heads} KV heads: must be a multiple of 1 to 16")
+    if not 16 <= head_dim <= 256:
+        raise ValueError(f"head_dim is {head_dim}, must be 16 to 256: use attention_backend='torch'")
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(f"block_size is {block_size}, must be a power of two >= 16")
+
+
+def _check_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> None:
+    check_kv_cache(k_cache, v_cache)
+    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(k_cache.shape)}: heads or head_dim don't fit")
+    if q.dtype != k_cache.dtype or q.stride(2) != 1:
+        raise ValueError(f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, last dimension contiguous")
+    if context_lens.shape != q.shape[:1] or block_tables.dim() != 2 or block_tables.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"q has {q.shape[0]} sequences, context_lens is {tuple(context_lens.shape)} and block_tables "
+            f"{tuple(block_tables.shape)}: the first dimensions must agree"
+        )
+    if block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError(f"block_tables must be int32 with contiguous rows, not {block_tables.dtype}")

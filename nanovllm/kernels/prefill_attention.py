@@ -1,0 +1,307 @@
+"""Varlen causal prefill attention over the paged cache.
+
+Keys and values are stored before attention runs, so there is one path for fresh prompts, prompts whose prefix is
+cached and later chunks of a long prompt: sequence s brings n new queries, has L cached tokens, these included, and
+query i sees keys 0 .. L - n + i. All sequences are packed into one (tokens, heads, head_dim) tensor, without padding.
+
+A program computes a tile of query rows of one KV head. Rows are (token, head of the group) pairs, so that the query
+heads that share a KV head read it once, for any group. Keys that every row of the tile may see go through a loop
+without masks; the diagonal and the end go through a second one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from nanovllm.kernels.decode_attention import gather_kv, kv_row_offsets
+from nanovllm.kernels.optional_triton import tl, triton
+from nanovllm.kernels.store_kvcache import check_kv_cache
+
+__all__ = ["prefill_attention", "prefill_attention_torch"]
+
+
+class PrefillTuning(NamedTuple):
+    """Constants of the prefill kernel."""
+
+    block_m: int  # query rows a tile, (token, head) pairs
+    block_n: int  # keys a tile
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tuning(head_dim: int, element_bytes: int, shared_memory_bytes: int) -> PrefillTuning:
+    """Return the constants for a device with so much shared memory a program; tuned on one H200 in bfloat16."""
+    if element_bytes > 2:
+        return PrefillTuning(block_m=32, block_n=32, num_warps=4, num_stages=2)
+    if head_dim <= 128 and shared_memory_bytes > 200_000:
+        return PrefillTuning(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    if head_dim <= 128:
+        return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    return PrefillTuning(block_m=64, block_n=32, num_warps=4, num_stages=2)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+    tuning: PrefillTuning | None = None,
+) -> torch.Tensor:
+    """Attend with the new tokens of each sequence, causally, over all of its cached keys.
+
+    Args:
+        q: (num_tokens, num_q_heads, head_dim), last dimension contiguous; the queries of all sequences, packed.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), q's dtype; block_size a power of two >= 16.
+        v_cache: k_cache's shape and strides.
+        block_tables: (num_seqs, max_blocks) int32, rows may be strided. Columns past a sequence's last block are
+            never read through, whatever they hold.
+        cu_seqlens_q: (num_seqs + 1,) int32: row of q where each sequence starts, and num_tokens. Rows of q before
+            the first or after the last entry are not touched.
+        context_lens: (num_seqs,) int32: tokens of each sequence in the cache, the new ones included.
+        max_seqlen_q: upper bound on the new tokens of one sequence; bounds the grid.
+        scale: factor of the scores, 1/sqrt(head_dim) as a rule.
+        tuning: for experiments.
+
+    Returns:
+        (num_tokens, num_q_heads, head_dim) in q's dtype.
+
+    Raises:
+        ValueError: if shapes, dtypes or strides don't fit together.
+
+    Source: FlashAttention-2 (Dao 2023) for the loop order; packing a group's heads as rows as in FlashAttention-3.
+    """
+    _check_prefill(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k_cache.shape[2]
+    num_seqs = context_lens.shape[0]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if num_tokens == 0:
+        return out
+    if tuning is None:
+        tuning = prefill_tuning(head_dim, q.element_size(), _shared_memory_bytes(q.device))
+    group = num_q_heads // num_kv_heads
+    # Every sequence ends in at most one partial tile.
+    num_tiles = min(
+        num_tokens * group // tuning.block_m + num_seqs,
+        triton.cdiv(max_seqlen_q * group, tuning.block_m) * num_seqs,
+    )
+    prefill_attention_kernel[(num_tiles * num_kv_heads,)](
+        out, q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens,
+        scale * math.log2(math.e), num_seqs, q.stride(0), q.stride(1), block_tables.stride(0),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1], BLOCK_SEQS=128,
+        BLOCK_M=tuning.block_m, BLOCK_N=tuning.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def prefill_attention_torch(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+    max_seqlen_q: int,
+    scale: float,
+) -> torch.Tensor:
+    """`prefill_attention` in plain torch, in float32, one sequence after the other; any block size."""
+    _check_prefill(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
+    out = torch.empty_like(q)
+    starts = cu_seqlens_q.tolist()
+    for seq, context_len in enumerate(context_lens.tolist()):
+        num_new = starts[seq + 1] - starts[seq]
+        assert num_new <= max_seqlen_q, f"sequence {seq} has {num_new} new tokens, max_seqlen_q is {max_seqlen_q}"
+        key, value = gather_kv(k_cache, v_cache, block_tables[seq], context_len)
+        heads = q[starts[seq] : starts[seq + 1]].float().unflatten(1, (key.shape[1], -1))
+        scores = torch.einsum("mhgd,nhd->hgmn", heads, key) * scale
+        is_hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(context_len - num_new + 1)
+        probs = scores.masked_fill(is_hidden, float("-inf")).softmax(-1)
+        out[starts[seq] : starts[seq + 1]] = torch.einsum("hgmn,nhd->mhgd", probs, value).flatten(1, 2).to(q.dtype)
+    return out
+
+
+@triton.jit(
+    do_not_specialize=[
+        "block_tables_ptr", "cu_seqlens_q_ptr", "context_lens_ptr", "num_seqs", "q_stride_token", "table_stride",
+    ]
+)  # fmt: skip
+def prefill_attention_kernel(
+    out_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    cu_seqlens_q_ptr,
+    context_lens_ptr,
+    scale_log2,
+    num_seqs,
+    q_stride_token,
+    q_stride_head,
+    table_stride,
+    cache_stride_block,
+    cache_stride_token,
+    cache_stride_head,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One tile of one KV head a program; tiles are dense over the sequences, the last of a sequence first."""
+    kv_head = tl.program_id(0) % NUM_KV_HEADS
+    seq, tile = _find_tile(
+        cu_seqlens_q_ptr, num_seqs, tl.program_id(0) // NUM_KV_HEADS, GROUP, BLOCK_M, BLOCK_SEQS
+    )  # fmt: skip
+    if seq >= num_seqs:
+        return
+    first_token = tl.load(cu_seqlens_q_ptr + seq)
+    num_new = tl.load(cu_seqlens_q_ptr + seq + 1) - first_token
+    context_len = tl.load(context_lens_ptr + seq)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    k_cache_ptr += kv_head * cache_stride_head
+    v_cache_ptr += kv_head * cache_stride_head
+
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    q_mask = (token < num_new)[:, None] & (dims < HEAD_DIM)[None, :]
+    q_rows = (first_token + token).to(tl.int64)
+    q = tl.load(q_ptr + (q_rows * q_stride_token + head * q_stride_head)[:, None] + dims[None, :], mask=q_mask, other=0.0)
+
+    last_key = context_len - num_new + token  # the last key each row may see
+    first_row_key = context_len - num_new + tile * BLOCK_M // GROUP
+    end = tl.minimum(context_len, context_len - num_new + (tile * BLOCK_M + BLOCK_M - 1) // GROUP + 1)
+    end_unmasked = tl.minimum(first_row_key + 1, context_len) // BLOCK_N * BLOCK_N
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, end_unmasked, last_key, scale_log2,
+        cache_stride_block, cache_stride_token, False, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, end_unmasked, end, last_key, scale_log2,
+        cache_stride_block, cache_stride_token, True, HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    out_rows = q_rows * (NUM_KV_HEADS * GROUP) + head
+    out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=q_mask)
+
+
+@triton.jit
+def _find_tile(
+    cu_seqlens_q_ptr, num_seqs, index, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SEQS: tl.constexpr
+):
+    """Return the sequence of the index-th tile, num_seqs if there are fewer tiles, and which tile of it this is.
+
+    A sequence's tiles count down: its last has the most keys, and long work should start first.
+    """
+    seq = 0
+    end_tile = 0  # index past the sequence's last tile
+    num_tiles = 0  # of the sequences looked at so far
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + tl.arange(0, BLOCK_SEQS)
+        starts = tl.load(cu_seqlens_q_ptr + seqs, mask=seqs < num_seqs, other=0)
+        ends = tl.load(cu_seqlens_q_ptr + seqs + 1, mask=seqs < num_seqs, other=0)
+        seq_tiles = tl.cdiv((ends - starts) * GROUP, BLOCK_M)
+        seq_ends = num_tiles + tl.cumsum(seq_tiles, axis=0)
+        is_before = (seq_ends <= index) & (seqs < num_seqs)
+        is_here = (seq_ends > index) & (seq_ends - seq_tiles <= index)
+        seq += tl.sum(is_before.to(tl.int32), axis=0)
+        end_tile += tl.sum(tl.where(is_here, seq_ends, 0), axis=0)
+        num_tiles += tl.sum(seq_tiles, axis=0)
+    return seq, end_tile - 1 - index
+
+
+@triton.jit
+def _attend(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    start,
+    end,
+    last_key,
+    scale_log2,
+    cache_stride_block,
+    cache_stride_token,
+    MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Online softmax over keys start .. end - 1; unmasked, these are whole tiles that every row may see."""
+    dims = tl.arange(0, BLOCK_D)
+    for first in range(start, end, BLOCK_N):
+        offsets = kv_row_offsets(table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = offsets[:, None] + dims[None, :]
+        keys = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            kv_mask = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            k = tl.load(k_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(k_cache_ptr + offsets)
+            v = tl.load(v_cache_ptr + offsets)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if MASKED:
+            is_visible = (keys[None, :] <= last_key[:, None]) & (keys < end)[None, :]
+            scores = tl.where(is_visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
+        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+def _shared_memory_bytes(device: torch.device) -> int:
+    """Shared memory that one program may use; 0 for the CPU, where only the interpreter runs kernels."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+def _check_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    context_lens: torch.Tensor,
+) -> None:
+    check_kv_cache(k_cache, v_cache)
+    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(k_cache.shape)}: heads or head_dim don't fit")
+    if q.dtype != k_cache.dtype or q.stride(2) != 1:
+        raise ValueError(f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, last dimension contiguous")
+    num_seqs = context_lens.shape[0]
+    if cu_seqlens_q.shape != (num_seqs + 1,) or block_tables.dim() != 2 or block_tables.shape[0] != num_seqs:
+        raise ValueError(
+            f"context_lens is {tuple(context_lens.shape)}, cu_seqlens_q {tuple(cu_seqlens_q.shape)}, block_tables "
+            f"{tuple(block_tables.shape)}: must be (num_seqs,), (num_seqs + 1,) and (num_seqs, max_blocks)"
+        )
+    for name, tensor in (("block_tables", block_tables), ("cu_seqlens_q", cu_seqlens_q), ("context_lens", context_lens)):
+        if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be int32 and contiguous, not {tensor.dtype} {tensor.stride()}")
