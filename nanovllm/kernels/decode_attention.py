@@ -6,7 +6,8 @@ head is the unit of work. `plan_decode_kernel` lists the chunks once a step, for
 from the sum of the lengths, so that the list fits a grid of `num_seqs + spare_items` rows whatever the lengths are, and
 puts long chunks first, so that short ones fill the gaps at the end. The grid never depends on max_model_len, and one
 captured CUDA graph serves every context length. A sequence of one chunk is written at once; of several, each chunk
-leaves a float32 partial result, and a second kernel adds these up in a fixed order.
+leaves a float32 partial result, and whoever finishes last adds them up, in the order of the chunks, so that results
+don't depend on the order of events. (A second kernel for that costs its launch in every layer.)
 
 The query heads that share a KV head (grouped-query attention) are the rows of one matrix product, padded to 16.
 """
@@ -23,7 +24,7 @@ from nanovllm.kernels.store_kvcache import check_kv_cache
 
 __all__ = ["DecodePlan", "DecodeTuning", "decode_attention", "decode_attention_torch", "decode_tuning"]
 
-ITEM_FIELDS = 4  # lane, first key, end of keys, number of chunks of the lane
+ITEM_FIELDS = 4  # lane, first key, end of keys, number of chunks of the lane; 0 chunks = no work
 MIN_QUERY_ROWS = 16  # tl.dot takes no fewer rows
 
 
@@ -41,10 +42,10 @@ class DecodeTuning:
 def decode_tuning(group: int, head_dim: int, block_size: int, element_bytes: int = 2) -> DecodeTuning:
     """Return the constants for `group` query heads a KV head; tuned on one H200 in bfloat16."""
     if element_bytes > 2:
-        return DecodeTuning(block_n=32, num_warps=4, num_stages=2, min_chunk=256, spare_items=128)
+        return DecodeTuning(block_n=32, num_warps=4, num_stages=2, min_chunk=128, spare_items=128)
     if head_dim > 128:
-        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=256, spare_items=128)
-    return DecodeTuning(block_n=128, num_warps=4, num_stages=3, min_chunk=256, spare_items=128)
+        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=128, spare_items=128)
+    return DecodeTuning(block_n=64, num_warps=4, num_stages=3, min_chunk=128, spare_items=128)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,9 @@ class DecodePlan:
     """
 
     tuning: DecodeTuning
-    items: torch.Tensor  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; end 0 = no work
-    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first full-chunk item, its remainder's item
-    chunk: torch.Tensor  # (1,) int32: tokens a full chunk
+    items: torch.Tensor  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; 0 chunks = no work
+    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first item; others follow, except the last, this one
+    num_done: torch.Tensor  # (max_num_seqs, num_kv_heads) int32: chunks finished; 0 between launches
     partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: exp-weighted sums of V
     partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
     partial_sum: torch.Tensor  # (max_items, num_q_heads) float32: sum of exponentials
@@ -94,7 +95,7 @@ class DecodePlan:
             tuning=tuning,
             items=zeros(max_items, ITEM_FIELDS, dtype=torch.int32),
             lane_items=zeros(max_num_seqs, 2, dtype=torch.int32),
-            chunk=zeros(1, dtype=torch.int32),
+            num_done=zeros(max_num_seqs, num_kv_heads, dtype=torch.int32),
             partial_out=zeros(max_items, num_q_heads, head_dim, dtype=torch.float32),
             partial_max=zeros(max_items, num_q_heads, dtype=torch.float32),
             partial_sum=zeros(max_items, num_q_heads, dtype=torch.float32),
@@ -108,8 +109,8 @@ class DecodePlan:
         """
         num_seqs = self._check_lanes(context_lens)
         plan_decode_kernel[(triton.cdiv(num_seqs, 16),)](
-            context_lens, self.items, self.lane_items, self.chunk, num_seqs, self.num_items(num_seqs),
-            MIN_CHUNK=self.tuning.min_chunk, BLOCK_N=self.tuning.block_n,
+            context_lens, self.items, self.lane_items, num_seqs, self.num_items(num_seqs),
+            self.tuning.min_chunk, self.tuning.block_n,
             BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16, BLOCK_CANDIDATES=16,
         )  # fmt: skip
 
@@ -170,18 +171,15 @@ def decode_attention(
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = num_q_heads // num_kv_heads
-    block_d = triton.next_power_of_2(head_dim)
     decode_attention_kernel[(plan.num_items(num_seqs) * num_kv_heads,)](
-        out, q, k_cache, v_cache, block_tables, plan.items, plan.partial_out, plan.partial_max, plan.partial_sum,
+        out, q, k_cache, v_cache, block_tables,
+        plan.items, plan.lane_items, plan.num_done, plan.partial_out, plan.partial_max, plan.partial_sum,
         scale * math.log2(math.e), q.stride(0), q.stride(1), block_tables.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_M=max(MIN_QUERY_ROWS, triton.next_power_of_2(group)), BLOCK_N=plan.tuning.block_n, BLOCK_D=block_d,
+        BLOCK_M=MIN_QUERY_ROWS, BLOCK_N=plan.tuning.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_GROUP=triton.next_power_of_2(group),
         num_warps=plan.tuning.num_warps, num_stages=plan.tuning.num_stages,
-    )  # fmt: skip
-    combine_chunks_kernel[(num_seqs, num_q_heads)](
-        out, context_lens, plan.lane_items, plan.chunk, plan.partial_out, plan.partial_max, plan.partial_sum,
-        NUM_Q_HEADS=num_q_heads, HEAD_DIM=head_dim, BLOCK_CHUNKS=16, BLOCK_D=block_d, num_warps=1,
     )  # fmt: skip
     return out
 
@@ -215,16 +213,15 @@ def gather_kv(
     return key, value
 
 
-@triton.jit(do_not_specialize=["context_lens_ptr", "num_seqs", "num_items"])
+@triton.jit(do_not_specialize=["context_lens_ptr", "num_seqs", "num_items", "min_chunk", "chunk_step"])
 def plan_decode_kernel(
     context_lens_ptr,
     items_ptr,
     lane_items_ptr,
-    chunk_ptr,
     num_seqs,
     num_items,
-    MIN_CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    min_chunk,
+    chunk_step,
     BLOCK_LANES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -232,16 +229,16 @@ def plan_decode_kernel(
 ):
     """List full chunks by lane, then remainders by length, then items without work; BLOCK_LANES lanes a program.
 
-    Programs don't communicate: each counts, over all lanes, what stands before its own.
+    A padded lane has one item of no keys, so that its output is written too. Programs don't communicate: each counts,
+    over all lanes, what stands before its own.
     """
     program = tl.program_id(0)
-    chunk = _pick_chunk(context_lens_ptr, num_seqs, num_items, MIN_CHUNK, BLOCK_N, BLOCK_SEQS, BLOCK_CANDIDATES)
-    tl.store(chunk_ptr, chunk, mask=program == 0)
-
+    chunk = _pick_chunk(context_lens_ptr, num_seqs, num_items, min_chunk, chunk_step, BLOCK_SEQS, BLOCK_CANDIDATES)
     lanes = program * BLOCK_LANES + tl.arange(0, BLOCK_LANES)
     lens = tl.load(context_lens_ptr + lanes, mask=lanes < num_seqs, other=0)
     num_full = lens // chunk
     rest = lens - num_full * chunk
+    has_rest = (lanes < num_seqs) & ((rest > 0) | (lens == 0))
     first_item = tl.zeros([BLOCK_LANES], tl.int32)
     rank = tl.zeros([BLOCK_LANES], tl.int32)  # among all remainders, longest first
     total_full = 0
@@ -251,15 +248,16 @@ def plan_decode_kernel(
         other_lens = tl.load(context_lens_ptr + others, mask=others < num_seqs, other=0)
         other_full = other_lens // chunk
         other_rest = other_lens - other_full * chunk
+        other_has_rest = (others < num_seqs) & ((other_rest > 0) | (other_lens == 0))
         is_earlier = others[None, :] < lanes[:, None]
         is_longer = other_rest[None, :] > rest[:, None]
         is_before = is_longer | ((other_rest[None, :] == rest[:, None]) & is_earlier)
         first_item += tl.sum(tl.where(is_earlier, other_full[None, :], 0), axis=1)
-        rank += tl.sum(is_before.to(tl.int32), axis=1)
+        rank += tl.sum((is_before & other_has_rest[None, :]).to(tl.int32), axis=1)
         total_full += tl.sum(other_full, axis=0)
-        total_rest += tl.sum((other_rest > 0).to(tl.int32), axis=0)
+        total_rest += tl.sum(other_has_rest.to(tl.int32), axis=0)
 
-    num_chunks = num_full + (rest > 0).to(tl.int32)
+    num_chunks = num_full + has_rest.to(tl.int32)
     for first in range(0, tl.max(num_full, axis=0), BLOCK_CHUNKS):
         index = first + tl.arange(0, BLOCK_CHUNKS)[None, :]
         _store_items(
@@ -267,9 +265,10 @@ def plan_decode_kernel(
             num_chunks[:, None], index < num_full[:, None],
         )  # fmt: skip
     rest_item = total_full + rank
-    _store_items(items_ptr, rest_item, lanes, lens - rest, lens, num_chunks, rest > 0)
+    _store_items(items_ptr, rest_item, lanes, lens - rest, lens, num_chunks, has_rest)
+    last_item = tl.where(has_rest, rest_item, first_item + num_full - 1)
     tl.store(lane_items_ptr + lanes * 2, first_item, mask=lanes < num_seqs)
-    tl.store(lane_items_ptr + lanes * 2 + 1, rest_item, mask=lanes < num_seqs)
+    tl.store(lane_items_ptr + lanes * 2 + 1, last_item, mask=lanes < num_seqs)
 
     first_unused = total_full + total_rest + program * BLOCK_SEQS
     for first in range(first_unused, num_items, tl.num_programs(0) * BLOCK_SEQS):
@@ -282,12 +281,12 @@ def _pick_chunk(
     context_lens_ptr,
     num_seqs,
     num_items,
-    MIN_CHUNK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    min_chunk,
+    chunk_step,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr,
 ):
-    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a multiple of BLOCK_N.
+    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a multiple of chunk_step.
 
     total / num_items is too short unless every length is a multiple of it; total / spare items always suffices, since
     at most that many chunks are full and at most num_seqs are not.
@@ -300,11 +299,12 @@ def _pick_chunk(
     longest = tl.cdiv(total, num_items - num_seqs)
     steps = tl.arange(0, BLOCK_CANDIDATES)
     candidates = shortest + tl.cdiv((longest - shortest) * steps, BLOCK_CANDIDATES - 1)
-    candidates = tl.cdiv(tl.maximum(candidates, MIN_CHUNK), BLOCK_N) * BLOCK_N
+    candidates = tl.cdiv(tl.maximum(candidates, min_chunk), chunk_step) * chunk_step
     counts = tl.zeros([BLOCK_CANDIDATES], tl.int32)
     for first in range(0, num_seqs, BLOCK_SEQS):
         seqs = first + tl.arange(0, BLOCK_SEQS)
         lens = tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
+        lens = tl.where(seqs < num_seqs, tl.maximum(lens, 1), 0)
         counts += tl.sum(tl.cdiv(lens[:, None], candidates[None, :]), axis=0)
     return tl.min(tl.where(counts <= num_items, candidates, 2**31 - 1), axis=0)
 
@@ -327,6 +327,8 @@ def decode_attention_kernel(
     v_cache_ptr,
     block_tables_ptr,
     items_ptr,
+    lane_items_ptr,
+    num_done_ptr,
     partial_out_ptr,
     partial_max_ptr,
     partial_sum_ptr,
@@ -344,6 +346,7 @@ def decode_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
 ):
     """One work item of one KV head a program; neighbours share the item, so they read neighbouring rows."""
     item = tl.program_id(0) // NUM_KV_HEADS
@@ -352,7 +355,7 @@ def decode_attention_kernel(
     start = tl.load(items_ptr + item * 4 + 1)
     end = tl.load(items_ptr + item * 4 + 2)
     num_chunks = tl.load(items_ptr + item * 4 + 3)
-    if end == 0:
+    if num_chunks == 0:
         return
 
     rows = tl.arange(0, BLOCK_M)
@@ -369,8 +372,10 @@ def decode_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
     for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = kv_row_offsets(block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         offsets = offsets[:, None] + dims[None, :]
         is_key = first + tl.arange(0, BLOCK_N) < end
         # Masked rows are zeros, not whatever the slot holds: a probability of 0 times NaN is NaN.
@@ -388,6 +393,7 @@ def decode_attention_kernel(
 
     num_q_heads = NUM_KV_HEADS * GROUP
     if num_chunks == 1:
+        row_sum = tl.where(end == 0, 1.0, row_sum)  # a padded lane
         out_offsets = (lane * num_q_heads + head[:, None]) * HEAD_DIM + dims[None, :]
         tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=tile_mask)
     else:
@@ -395,74 +401,96 @@ def decode_attention_kernel(
         tl.store(partial_max_ptr + partial_row, row_max, mask=row_mask)
         tl.store(partial_sum_ptr + partial_row, row_sum, mask=row_mask)
         tl.store(partial_out_ptr + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask)
+        # The barrier puts the stores of all threads before the counter's release, by one thread.
+        tl.debug_barrier()
+        num_done_ptr += lane * NUM_KV_HEADS + kv_head
+        if tl.atomic_add(num_done_ptr, 1, sem="acq_rel") == num_chunks - 1:
+            tl.store(num_done_ptr, 0)
+            _combine_chunks(
+                out_ptr, lane_items_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, lane, kv_head, num_chunks,
+                NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, BLOCK_D,
+            )  # fmt: skip
+
+
+@triton.jit
+def _combine_chunks(
+    out_ptr,
+    lane_items_ptr,
+    partial_out_ptr,
+    partial_max_ptr,
+    partial_sum_ptr,
+    lane,
+    kv_head,
+    num_chunks,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Add up a lane's partial results for the query heads of one KV head, in the order of its chunks."""
+    BLOCK_CHUNKS: tl.constexpr = 32 // BLOCK_GROUP  # loads in flight; the order of a sum depends on it
+    num_q_heads = NUM_KV_HEADS * GROUP
+    first_item = tl.load(lane_items_ptr + lane * 2)
+    last_item = tl.load(lane_items_ptr + lane * 2 + 1)
+    rows = tl.arange(0, BLOCK_GROUP)
+    head = kv_head * GROUP + rows
+    dims = tl.arange(0, BLOCK_D)
+    row_mask = rows < GROUP
+    dim_mask = dims < HEAD_DIM
+
+    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    acc = tl.zeros([BLOCK_GROUP, BLOCK_D], tl.float32)
+    for first in range(0, num_chunks, BLOCK_CHUNKS):
+        index = first + tl.arange(0, BLOCK_CHUNKS)
+        item = tl.where(index == num_chunks - 1, last_item, first_item + index)
+        partial_row = item[:, None] * num_q_heads + head[None, :]  # (chunks, group)
+        mask = (index < num_chunks)[:, None] & row_mask[None, :]
+        chunk_max = tl.load(partial_max_ptr + partial_row, mask=mask, other=float("-inf"))
+        chunk_sum = tl.load(partial_sum_ptr + partial_row, mask=mask, other=0.0)
+        chunk_out = tl.load(
+            partial_out_ptr + partial_row[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=mask[:, :, None] & dim_mask[None, None, :],
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(chunk_max, axis=0))
+        new_top = tl.where(row_mask, new_top, 0.0)  # rows beyond the group have no chunk: keep them finite
+        weight = tl.exp2(chunk_max - new_top[None, :])
+        rescale = tl.exp2(top - new_top)
+        total = total * rescale + tl.sum(chunk_sum * weight, axis=0)
+        acc = acc * rescale[:, None] + tl.sum(chunk_out * weight[:, :, None], axis=0)
+        top = new_top
+    out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+    out_offsets = (lane * num_q_heads + head[:, None]) * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, out, mask=row_mask[:, None] & dim_mask[None, :])
+
+
+@triton.jit
+def load_block_ids(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Ids of the blocks that hold positions first .. first + BLOCK_N - 1: one if that is one block, else (BLOCK_N,).
+
+    Positions from `end` on get block 0. Call it a tile ahead: left beside the loads of K and V that need it, it takes
+    one of the stages of Triton's software pipeline.
+    """
+    if BLOCK_SIZE >= BLOCK_N:
+        return tl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
+    else:
+        positions = first + tl.arange(0, BLOCK_N)
+        return tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0)
 
 
 @triton.jit
 def kv_row_offsets(
-    table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+    block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a multiple of BLOCK_N.
-
-    Positions from `end` on get an offset in block 0 or in the block of `first`; they must not be read.
-    """
+    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a multiple of BLOCK_N."""
     rows = tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE >= BLOCK_N:  # the whole tile lies in one block
-        block_id = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
-        offset = block_id * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
-        return offset + rows * cache_stride_token
+    if BLOCK_SIZE >= BLOCK_N:
+        tile = block_ids.to(tl.int64) * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
+        return tile + rows * cache_stride_token
     else:
-        positions = first + rows
-        block_ids = tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0).to(tl.int64)
-        return block_ids * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
-
-
-@triton.jit(do_not_specialize=["context_lens_ptr"])
-def combine_chunks_kernel(
-    out_ptr,
-    context_lens_ptr,
-    lane_items_ptr,
-    chunk_ptr,
-    partial_out_ptr,
-    partial_max_ptr,
-    partial_sum_ptr,
-    NUM_Q_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Add up the partial results of one query head of one lane, in the order of its chunks; zeros for padded lanes."""
-    lane = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    context_len = tl.load(context_lens_ptr + lane)
-    chunk = tl.load(chunk_ptr)
-    first_item = tl.load(lane_items_ptr + lane * 2)
-    rest_item = tl.load(lane_items_ptr + lane * 2 + 1)
-    num_full = context_len // chunk
-    num_chunks = tl.cdiv(context_len, chunk)
-    if num_chunks == 1:
-        return
-
-    dims = tl.arange(0, BLOCK_D)
-    dim_mask = dims < HEAD_DIM
-    top = float("-inf")
-    total = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, num_chunks, BLOCK_CHUNKS):
-        index = first + tl.arange(0, BLOCK_CHUNKS)
-        is_chunk = index < num_chunks
-        row = tl.where(index < num_full, first_item + index, rest_item) * NUM_Q_HEADS + head
-        chunk_max = tl.load(partial_max_ptr + row, mask=is_chunk, other=float("-inf"))
-        chunk_sum = tl.load(partial_sum_ptr + row, mask=is_chunk, other=0.0)
-        tile_mask = is_chunk[:, None] & dim_mask[None, :]
-        chunk_out = tl.load(partial_out_ptr + row[:, None] * HEAD_DIM + dims[None, :], mask=tile_mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(chunk_max, axis=0))
-        weight = tl.exp2(chunk_max - new_top)
-        rescale = tl.exp2(top - new_top)
-        total = total * rescale + tl.sum(chunk_sum * weight, axis=0)
-        acc = acc * rescale + tl.sum(chunk_out * weight[:, None], axis=0)
-        top = new_top
-    out = acc / tl.where(num_chunks == 0, 1.0, total)
-    tl.store(out_ptr + (lane * NUM_Q_HEADS + head) * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dim_mask)
+        return block_ids.to(tl.int64) * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
 
 
 def _check_shapes(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.decode_attention import gather_kv, kv_row_offsets
+from nanovllm.kernels.decode_attention import gather_kv, kv_row_offsets, load_block_ids
 from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache
 
@@ -249,8 +249,10 @@ def _attend(
 ):
     """Online softmax over keys start .. end - 1; unmasked, these are whole tiles that every row may see."""
     dims = tl.arange(0, BLOCK_D)
+    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
     for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(table_ptr, first, end, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = kv_row_offsets(block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         offsets = offsets[:, None] + dims[None, :]
         keys = first + tl.arange(0, BLOCK_N)
         if MASKED:

@@ -210,19 +210,20 @@ def check_plan(context_lens: list[int], tuning: decode.DecodeTuning, device: str
     plan.items.fill_(POISON_BLOCK_ID)
     plan.update(torch.tensor(context_lens, dtype=torch.int32, device=device))
     items = plan.items[: plan.num_items(len(context_lens))].tolist()
-    work = [item for item in items if item[2] > 0]
+    work = [item for item in items if item[3] > 0]
     assert items[: len(work)] == work, "items without work must come last"
     lengths = [end - start for _, start, end, _ in work]
     assert lengths == sorted(lengths, reverse=True)
-    chunk = plan.chunk.item()
-    assert chunk % tuning.block_n == 0 and chunk >= tuning.min_chunk
+    chunk = max(lengths)
+    assert chunk % tuning.block_n == 0 or chunk <= tuning.min_chunk or len(work) == len(context_lens)
     for lane, length in enumerate(context_lens):
-        chunks = sorted((start, end) for owner, start, end, _ in work if owner == lane)
-        assert chunks == [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
-        assert {count for owner, _, _, count in work if owner == lane} <= {len(chunks)}
-        first_item, rest_item = plan.lane_items[lane].tolist()
-        rows = [*range(first_item, first_item + length // chunk), *([rest_item] if length % chunk else [])]
-        assert [tuple(items[row][1:3]) for row in rows] == chunks
+        owned = {(start, end): row for row, (owner, start, end, _) in enumerate(work) if owner == lane}
+        chunks = [(start, min(start + chunk, length)) for start in range(0, max(length, 1), max(chunk, 1))]
+        assert sorted(owned) == chunks
+        assert {count for owner, _, _, count in work if owner == lane} == {len(chunks)}
+        first_item, last_item = plan.lane_items[lane].tolist()
+        rows = [*range(first_item, first_item + len(chunks) - 1), last_item]
+        assert rows == [owned[keys] for keys in chunks]
 
 
 # ---- Decode
@@ -375,8 +376,8 @@ def test_prefill_on_gpu_takes_long_prompts_and_many_sequences(lens: list[int]) -
 def test_runtime_integers_compile_nothing_new() -> None:
     """Batches of 1, 16 and 17 sequences, on slices of odd alignment, run the kernels compiled for the first."""
     kernels = [
-        decode.plan_decode_kernel, decode.decode_attention_kernel, decode.combine_chunks_kernel,
-        prefill.prefill_attention_kernel, store.store_kvcache_kernel,
+        decode.plan_decode_kernel, decode.decode_attention_kernel, prefill.prefill_attention_kernel,
+        store.store_kvcache_kernel,
     ]  # fmt: skip
     counts = []
     for num_seqs in (7, 1, 16, 17):
