@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from tokenizers.processors import TemplateProcessing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -292,31 +291,23 @@ def _load_huggingface(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _adjust_backend(backend: Backend, config: Mapping[str, object]) -> None:
-    """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does on load."""
+    """Apply what tokenizer_config.json changes in tokenizer.json, as transformers does on load.
+
+    add_bos_token isn't among it: the post-processor in tokenizer.json says whether there is one.
+    """
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    names = [_token_content(config.get(name)) for name in NAMED_SPECIAL_TOKENS]
+    added = backend.get_added_tokens_decoder().values()
+    is_special = {token.content: token.special for token in added}
+    named = [_token_content(config.get(name)) for name in NAMED_SPECIAL_TOKENS]
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
-    if isinstance(extra, (list, tuple)):
-        names.extend(map(_token_content, extra))
-    special = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [AddedToken(name, special=True) for name in names if name and name not in special]
-    backend.add_special_tokens(missing)
-    if "add_bos_token" in config or "add_eos_token" in config:
-        backend.post_processor = _bos_eos_template(backend, config)
-
-
-def _bos_eos_template(backend: Backend, config: Mapping[str, object]) -> TemplateProcessing:
-    """Return the post-processor that add_bos_token and add_eos_token ask for by name."""
-    bos, eos = (
-        _token_content(config.get(f"{name}_token")) if config.get(f"add_{name}_token") else None
-        for name in ("bos", "eos")
-    )
-    template = [f"{bos}:0"] * bool(bos) + ["$A:0"] + [f"{eos}:0"] * bool(eos)
-    ids = {token: backend.token_to_id(token) for token in (bos, eos) if token}
-    return TemplateProcessing(
-        single=template, pair=[*template, "$B:1"], special_tokens=[*ids.items()]
+    others = map(_token_content, extra) if isinstance(extra, list) else ()
+    # A named token becomes special; of the others, those that the file has stay as they are there.
+    missing = [name for name in named if name and not is_special.get(name)]
+    missing += [name for name in others if name and name not in is_special]
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in missing]
     )
 
 
