@@ -340,9 +340,10 @@ def test_finish_finds_a_stop_in_text_that_waited(sentencepiece):
     assert detokenizer.text == ""
 
 
-def test_no_token_follows_the_end(byte_level):
-    detokenizer = Detokenizer(byte_level, ["a"])
-    detokenizer.append(byte_level.encode("a")[0])
-    with pytest.raises(AssertionError, match="after the end"):
-        detokenizer.append(0)
+def test_finish_after_a_stop_adds_nothing(byte_level):
+    detokenizer = Detokenizer(byte_level, ["b"])
+    hits = [detokenizer.append(byte_level.encode(c)[0]) for c in "ab"]
+    assert hits == [None, "b"]
     assert detokenizer.finish() is None
+    assert detokenizer.finish() is None
+    assert (detokenizer.text, detokenizer.take_delta()) == ("a", "a")

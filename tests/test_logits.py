@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.kernels.sampling import sample_torch
 from nanovllm.layers import logits as logits_module
 from nanovllm.layers.logits import (
     LogitsParams,
@@ -275,6 +276,36 @@ def test_logprobs_equal_log_softmax(num_top):
 def test_rank_of_equal_logits_is_that_of_the_first():
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0]] * 3)
     assert compute_logprobs(logits, torch.tensor([1, 2, 3]), 0).ranks.tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": 5},
+        {"top_p": 0.8},
+        {"min_p": 0.05, "top_k": 10, "top_p": 0.9},
+        {"logit_bias": {3: 2.0}, "repetition_penalty": 1.5},
+    ],
+)
+def test_draws_follow_the_renormalized_distribution(fields):
+    """Chi-square over 30,000 draws at consecutive positions of one seed."""
+    num_draws, logits = 30_000, random_logits(1, vocab=40) / 4
+    params = SamplingParams(temperature=0.8, **fields)
+    processed = run(logits, LogitsRow(params, output_token_ids=[1, 3, 5]))
+    drawn = sample_torch(
+        processed.expand(num_draws, -1),
+        torch.full((num_draws,), 0.8),
+        torch.full((num_draws,), 42, dtype=torch.int64),
+        torch.arange(num_draws),
+    ).token_ids
+    counts = torch.bincount(drawn.long(), minlength=40)
+    expected = (processed[0].double() / 0.8).softmax(dim=-1) * num_draws
+    assert counts[expected == 0].sum() == 0
+    is_in = expected > 0
+    chi_square = ((counts - expected)[is_in] ** 2 / expected[is_in]).sum().item()
+    freedom = int(is_in.sum()) - 1
+    # Mean plus five standard deviations: seeds are fixed, so this passes always or never.
+    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.gpu
