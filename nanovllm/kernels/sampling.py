@@ -211,8 +211,10 @@ def sample_kernel(
     GREEDY_BELOW: tl.constexpr,
     FAST_LOG2: tl.constexpr,
 ):
-    """One program for one split of one row: each lane keeps its own best of four words over all
-    tiles.
+    """One program for one split of one row.
+
+    Each lane keeps its best counter, that is four ids; which of the four it was is worked out once
+    at the end, which saves a sixth of the arithmetic.
     """
     split = tl.program_id(0)
     row = tl.program_id(1)
@@ -225,42 +227,90 @@ def sample_kernel(
     position = tl.load(positions_ptr + row).to(tl.int32)
 
     logits_ptr += row.to(tl.int64) * row_stride
-    lanes = tl.arange(0, BLOCK_COUNTERS)
-    words = tl.arange(0, 4)
     first_counter = vocab_start // 4 + split * tiles_per_split * BLOCK_COUNTERS
+    lanes = tl.arange(0, BLOCK_COUNTERS)
     best = tl.full((BLOCK_COUNTERS,), float("-inf"), tl.float32)
-    # Where everything is -inf, the split's lowest id wins.
-    best_id = tl.full((BLOCK_COUNTERS,), 0, tl.int32) + tl.maximum(first_counter * 4, vocab_start)
-
+    # Where everything is -inf, the split's lowest counter wins.
+    best_counter = tl.full((BLOCK_COUNTERS,), 0, tl.int32) + first_counter
     for tile in range(tiles_per_split):
         counters = first_counter + tile * BLOCK_COUNTERS + lanes
-        columns = counters[:, None] * 4 + words[None, :] - vocab_start
-        mask = (columns >= 0) & (columns < vocab)
-        logits = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
-        even, odd = tl.split(tl.reshape(logits, (BLOCK_COUNTERS, 2, 2)))
-        logit0, logit2 = tl.split(even)
-        logit1, logit3 = tl.split(odd)
-        score0 = logit0.to(tl.float32) * scale
-        score1 = logit1.to(tl.float32) * scale
-        score2 = logit2.to(tl.float32) * scale
-        score3 = logit3.to(tl.float32) * scale
-        if is_sampled:
-            zero = counters * 0
-            word0, word1, word2, word3 = tl.philox(seed, counters, zero + position, zero, zero)
-            score0 += _gumbel_bits(word0, FAST_LOG2)
-            score1 += _gumbel_bits(word1, FAST_LOG2)
-            score2 += _gumbel_bits(word2, FAST_LOG2)
-            score3 += _gumbel_bits(word3, FAST_LOG2)
-        best, best_id = _keep_better(best, best_id, score0, counters * 4)
-        best, best_id = _keep_better(best, best_id, score1, counters * 4 + 1)
-        best, best_id = _keep_better(best, best_id, score2, counters * 4 + 2)
-        best, best_id = _keep_better(best, best_id, score3, counters * 4 + 3)
+        score0, score1, score2, score3 = _scores(
+            logits_ptr, counters, vocab, vocab_start, is_sampled, scale, seed, position, FAST_LOG2
+        )
+        score = tl.maximum(tl.maximum(score0, score1), tl.maximum(score2, score3))
+        is_better = score > best
+        best = tl.where(is_better, score, best)
+        best_counter = tl.where(is_better, counters, best_counter)
 
     value = tl.max(best, axis=0)
-    token_id = tl.min(tl.where(best == value, best_id, 2147483647), axis=0)
-    target = row * tl.num_programs(0) + split
-    tl.store(values_ptr + target, value)
-    tl.store(token_ids_ptr + target, token_id)
+    winner = tl.min(tl.where(best == value, best_counter, 2147483647), axis=0)
+    score0, score1, score2, score3 = _scores(
+        logits_ptr, tl.full((1,), 0, tl.int32) + winner, vocab, vocab_start,
+        is_sampled, scale, seed, position, FAST_LOG2,
+    )  # fmt: skip
+    word = tl.where(score1 > score0, 1, 0)
+    score = tl.maximum(score0, score1)
+    word = tl.where(score2 > score, 2, word)
+    score = tl.maximum(score, score2)
+    word = tl.where(score3 > score, 3, word)
+    target = row * tl.num_programs(0) + split + tl.arange(0, 1)
+    tl.store(values_ptr + target, tl.maximum(score, score3))
+    tl.store(token_ids_ptr + target, tl.maximum(winner * 4 + word, vocab_start))
+
+
+@triton.jit
+def _scores(
+    logits_ptr,
+    counters,
+    vocab,
+    vocab_start,
+    is_sampled,
+    scale,
+    seed,
+    position,
+    FAST_LOG2: tl.constexpr,
+):
+    """Scores of the four ids of each counter; -inf outside of the vocabulary."""
+    columns = counters[:, None] * 4 + tl.arange(0, 4)[None, :] - vocab_start
+    mask = (columns >= 0) & (columns < vocab)
+    logits = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
+    even, odd = tl.split(tl.reshape(logits, (counters.shape[0], 2, 2)))
+    logit0, logit2 = tl.split(even)
+    logit1, logit3 = tl.split(odd)
+    score0, score1 = logit0.to(tl.float32), logit1.to(tl.float32)
+    score2, score3 = logit2.to(tl.float32), logit3.to(tl.float32)
+    if is_sampled:
+        word0, word1, word2, word3 = _philox4x32(seed, counters, position)
+        score0 = score0 * scale + _gumbel_bits(word0, FAST_LOG2)
+        score1 = score1 * scale + _gumbel_bits(word1, FAST_LOG2)
+        score2 = score2 * scale + _gumbel_bits(word2, FAST_LOG2)
+        score3 = score3 * scale + _gumbel_bits(word3, FAST_LOG2)
+    return score0, score1, score2, score3
+
+
+@triton.jit
+def _philox4x32(seed, counters, position):
+    """Philox4x32-10 of (counter, position, 0, 0), as `philox4x32`.
+
+    tl.philox takes the high and the low half of each product by a multiplication of its own; a
+    64-bit product is one instruction for both.
+    """
+    k0 = (seed & 0xFFFFFFFF).to(tl.uint32)
+    k1 = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    c0 = counters.to(tl.uint32, bitcast=True)
+    c2 = c0 * 0
+    c1 = c2 + position.to(tl.uint32, bitcast=True)
+    c3 = c2
+    for _ in tl.static_range(10):
+        product0 = c0.to(tl.uint64) * 0xD2511F53
+        product1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (product1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c1 = product1.to(tl.uint32)
+        c2 = (product0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c3 = product0.to(tl.uint32)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -272,27 +322,25 @@ def _gumbel_bits(word, FAST_LOG2: tl.constexpr):
     """
     one_to_two = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 + (word >> 9) / 2**23
     v = one_to_two - (1.0 - 5.9604644775390625e-08)
-    series = v * (1.4426950408889634 + v * (0.7213475204444817 + v * 0.48089834696298783))
-    bits = tl.where(v < 0.015625, series, -_log2(1.0 - v, FAST_LOG2))
-    return -_log2(bits, FAST_LOG2)
+    series = v * (-1.4426950408889634 - v * (0.7213475204444817 + v * 0.48089834696298783))
+    bits = tl.where(v < 0.015625, series, _log2_abs(1.0 - v, FAST_LOG2))
+    return -_log2_abs(bits, FAST_LOG2)
 
 
 @triton.jit
-def _log2(x, FAST: tl.constexpr):
-    """log2 by one hardware instruction, where tl.log2 takes some 25; not in the interpreter."""
+def _log2_abs(x, FAST: tl.constexpr):
+    """log2(|x|) by one hardware instruction, where tl.log2 takes some 25; not in the interpreter."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+            "{ .reg .f32 size; abs.ftz.f32 size, $1; lg2.approx.ftz.f32 $0, size; }",
+            "=f,f",
+            [x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
     else:
-        return tl.log2(x)
-
-
-@triton.jit
-def _keep_better(best, best_id, score, token_id):
-    """Larger of two scores with its id; on ties the earlier, lower id stays."""
-    is_better = score > best
-    return tl.where(is_better, score, best), tl.where(is_better, token_id, best_id)
+        return tl.log2(tl.abs(x))
 
 
 def _combine(values: torch.Tensor, token_ids: torch.Tensor) -> Sampled:
