@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-HEADER_WORDS = 6
+HEADER_WORDS = 6  # of the wire; the kernels of `row_state` read the same layout
 NEW_ROW_WORDS = 4
 NEW_BLOCK_WORDS = 3
 

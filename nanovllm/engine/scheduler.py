@@ -13,6 +13,7 @@ settled, preempting and noticing that all is done: there `schedule` returns None
 processes the step in flight first.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -216,7 +217,8 @@ class Scheduler:
     def _admit(self, seq: Sequence, admission: Admission) -> None:
         self.block_manager.allocate(seq, admission)
         if seq.num_prompt_cached_tokens is None:
-            seq.num_prompt_cached_tokens = min(seq.num_cached_tokens, seq.num_prompt_tokens)
+            seq.num_prompt_cached_tokens = seq.num_cached_tokens
+            seq.first_scheduled_time = time.monotonic()
         seq.status = SequenceStatus.RUNNING
         seq.row = row = self._free_rows.pop()
         self._new_rows.append(new_row(row, seq.temperature, seq.seed))

@@ -33,6 +33,7 @@ class Sequence:
         "block_table",
         "content_id",
         "finish_reason",
+        "first_scheduled_time",
         "max_total_tokens",
         "min_total_tokens",
         "num_cached_tokens",
@@ -84,6 +85,7 @@ class Sequence:
         self.num_scheduled_tokens = 0  # of the latest step
         self.num_cached_tokens = 0  # found in the prefix cache at the latest admission
         self.num_prompt_cached_tokens: int | None = None  # the same at the first; None before it
+        self.first_scheduled_time: float | None = None  # time.monotonic() at the first admission
         self.finish_reason: str | None = None  # "stop", "length" or "abort"
         self.stop_reason: int | str | None = None  # the stop id (not eos) or string that ended it
 

@@ -1,15 +1,16 @@
 """Paged split-KV decode attention: one new token a sequence attends to everything it has cached.
-
-Decoding reads the whole KV cache once a step and does almost no arithmetic, so the only goal is to keep every
-multiprocessor streaming until the end. Sequences differ in length, so each is cut into *chunks*, and a chunk of one KV
-head is the unit of work. `plan_decode_kernel` lists the chunks once a step, for all layers: it picks the chunk length
-from the sum of the lengths, so that the list fits a grid of `num_seqs + spare_items` rows whatever the lengths are, and
-puts long chunks first, so that short ones fill the gaps at the end. The grid never depends on max_model_len, and one
-captured CUDA graph serves every context length. A sequence of one chunk is written at once; of several, each chunk
-leaves a float32 partial result, and whoever finishes last adds them up, in the order of the chunks, so that results
-don't depend on the order of events. (A second kernel for that costs its launch in every layer.)
-
-The query heads that share a KV head (grouped-query attention) are the rows of one matrix product, padded to 16.
+ Decoding reads the whole KV cache once a step and does almost no arithmetic, so the only goal is to
+keep every multiprocessor streaming until the end. Sequences differ in length, so each is cut into
+*chunks*, and a chunk of one KV head is the unit of work. `plan_decode_kernel` lists the chunks once
+a step, for all layers: it picks the chunk length from the sum of the lengths, so that the list fits
+a grid of `num_seqs + spare_items` rows whatever the lengths are, and puts long chunks first, so
+that short ones fill the gaps at the end. The grid never depends on max_model_len, and one captured
+CUDA graph serves every context length. A sequence of one chunk is written at once; of several, each
+chunk leaves a float32 partial result, and whoever finishes last adds them up, in the order of the
+chunks, so that results don't depend on the order of events. (A second kernel for that costs its
+launch in every layer.)
+ The query heads that share a KV head (grouped-query attention) are the rows of one matrix product,
+padded to 16.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import torch
 from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache
 
-__all__ = ["DecodePlan", "DecodeTuning", "decode_attention", "decode_attention_torch", "decode_tuning"]
+__all__ = [
+    "DecodePlan",
+    "DecodeTuning",
+    "decode_attention",
+    "decode_attention_torch",
+    "decode_tuning",
+]
 
 ITEM_FIELDS = 4  # lane, first key, end of keys, number of chunks of the lane; 0 chunks = no work
 MIN_QUERY_ROWS = 16  # tl.dot takes no fewer rows
@@ -39,10 +46,12 @@ class DecodeTuning:
     spare_items: int  # work items beyond one a lane
 
 
-def decode_tuning(group: int, head_dim: int, block_size: int, element_bytes: int = 2) -> DecodeTuning:
+def decode_tuning(
+    group: int, head_dim: int, block_size: int, element_bytes: int = 2
+) -> DecodeTuning:
     """Return the constants for `group` query heads a KV head; tuned on one H200 in bfloat16."""
     if element_bytes > 2:
-        return DecodeTuning(block_n=32, num_warps=4, num_stages=2, min_chunk=128, spare_items=128)
+        return DecodeTuning(block_n=32, num_warps=8, num_stages=2, min_chunk=128, spare_items=128)
     if head_dim > 128:
         return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=128, spare_items=128)
     return DecodeTuning(block_n=64, num_warps=4, num_stages=3, min_chunk=128, spare_items=128)
@@ -52,14 +61,21 @@ def decode_tuning(group: int, head_dim: int, block_size: int, element_bytes: int
 class DecodePlan:
     """How one step's work is cut up, shared by all layers; the owner of the partial results.
 
-    Addresses never change, so a plan may be captured: `update` and every `decode_attention` that follows it in the
+    Addresses never change, so a plan may be captured: `update` and every `decode_attention` that
+        follows it in the
     same stream belong together. Rows of partial results are overwritten by each layer.
     """
 
     tuning: DecodeTuning
-    items: torch.Tensor  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; 0 chunks = no work
-    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first item; others follow, except the last, this one
-    num_done: torch.Tensor  # (max_num_seqs, num_kv_heads) int32: chunks finished; 0 between launches
+    items: (
+        torch.Tensor
+    )  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; 0 chunks = no work
+    lane_items: (
+        torch.Tensor
+    )  # (max_num_seqs, 2) int32: a lane's first item; others follow, except the last, this one
+    num_done: (
+        torch.Tensor
+    )  # (max_num_seqs, num_kv_heads) int32: chunks finished; 0 between launches
     partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: exp-weighted sums of V
     partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
     partial_sum: torch.Tensor  # (max_items, num_q_heads) float32: sum of exponentials
@@ -76,16 +92,21 @@ class DecodePlan:
         dtype: torch.dtype = torch.bfloat16,
         tuning: DecodeTuning | None = None,
     ) -> DecodePlan:
-        """Allocate a plan for up to max_num_seqs lanes; `dtype` is the cache's, `tuning` is for experiments.
+        """Allocate a plan for up to max_num_seqs lanes; `dtype` is the cache's, `tuning` is for
+        experiments.
 
         Raises:
             ValueError: if the heads or the block size are not among those that the kernels take.
         """
-        _check_shapes(num_q_heads, num_kv_heads, head_dim, block_size)
+        check_heads(num_q_heads, num_kv_heads, head_dim, block_size)
         if tuning is None:
-            tuning = decode_tuning(num_q_heads // num_kv_heads, head_dim, block_size, dtype.itemsize)
+            tuning = decode_tuning(
+                num_q_heads // num_kv_heads, head_dim, block_size, dtype.itemsize
+            )
         if tuning.min_chunk % tuning.block_n:
-            raise ValueError(f"min_chunk is {tuning.min_chunk}, must be a multiple of block_n, {tuning.block_n}")
+            raise ValueError(
+                f"min_chunk is {tuning.min_chunk}, must be a multiple of block_n, {tuning.block_n}"
+            )
         max_items = max_num_seqs + tuning.spare_items
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -102,7 +123,8 @@ class DecodePlan:
         )
 
     def update(self, context_lens: torch.Tensor) -> None:
-        """Plan a step: list the work of `context_lens` (num_seqs,) int32, 0 = padded lane. One launch, no sync.
+        """Plan a step: list the work of `context_lens` (num_seqs,) int32, 0 = padded lane. One
+        launch, no sync.
 
         Raises:
             ValueError: if there are more lanes than were allocated, or the dtype is not int32.
@@ -125,8 +147,7 @@ class DecodePlan:
                 f"context_lens is {tuple(context_lens.shape)}, the plan has room for 1 to {max_num_seqs} sequences: "
                 "allocate it for more"
             )
-        if context_lens.dtype != torch.int32 or not context_lens.is_contiguous():
-            raise ValueError(f"context_lens must be contiguous int32, not {context_lens.dtype}")
+        check_int32(context_lens=context_lens)
         return context_lens.shape[0]
 
 
@@ -139,15 +160,18 @@ def decode_attention(
     scale: float,
     plan: DecodePlan,
 ) -> torch.Tensor:
-    """Attend with one query a sequence over its cached keys; reads 2 × context_lens.sum() × KV heads × head_dim.
+    """Attend with one query a sequence over its cached keys; reads 2 × context_lens.sum() × KV
+    heads × head_dim.
 
     Args:
         q: (num_seqs, num_q_heads, head_dim), last dimension contiguous.
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), q's dtype; block_size a power of two >= 16.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), q's dtype; block_size a power of
+            two >= 16.
         v_cache: k_cache's shape and strides.
-        block_tables: (num_seqs, max_blocks) int32, rows may be strided. Columns past a sequence's last block are
-            never read through, whatever they hold.
-        context_lens: (num_seqs,) int32: tokens each query may see, the new one included; 0 = padded lane.
+        block_tables: (num_seqs, max_blocks) int32, rows may be strided. Columns past a sequence's
+            last block are never read through, whatever they hold.
+        context_lens: (num_seqs,) int32: tokens each query may see, the new one included; 0 = padded
+            lane.
         scale: factor of the scores, 1/sqrt(head_dim) as a rule.
         plan: made for these heads, updated with these context_lens.
 
@@ -157,13 +181,14 @@ def decode_attention(
     Raises:
         ValueError: if shapes, dtypes, strides or the plan don't fit together.
 
-    Source: Flash-Decoding (Dao et al. 2023) for splitting over keys; PagedAttention (Kwon et al. 2023).
+    Source: Flash-Decoding (Dao et al. 2023) for splitting over keys; PagedAttention (Kwon et al.
+        2023).
     """
     num_seqs = plan._check_lanes(context_lens)
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     num_q_heads, head_dim = q.shape[1:]
     _, block_size, num_kv_heads, _ = k_cache.shape
-    _check_shapes(num_q_heads, num_kv_heads, head_dim, block_size)
+    check_heads(num_q_heads, num_kv_heads, head_dim, block_size)
     if plan.partial_out.shape[1:] != q.shape[1:]:
         raise ValueError(
             f"the plan is for {tuple(plan.partial_out.shape[1:])} (query heads, head_dim), q has {tuple(q.shape[1:])}: "
@@ -173,11 +198,13 @@ def decode_attention(
     group = num_q_heads // num_kv_heads
     decode_attention_kernel[(plan.num_items(num_seqs) * num_kv_heads,)](
         out, q, k_cache, v_cache, block_tables,
-        plan.items, plan.lane_items, plan.num_done, plan.partial_out, plan.partial_max, plan.partial_sum,
+        plan.items, plan.lane_items, plan.num_done, plan.partial_out, plan.partial_max,
+        plan.partial_sum,
         scale * math.log2(math.e), q.stride(0), q.stride(1), block_tables.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-        BLOCK_M=MIN_QUERY_ROWS, BLOCK_N=plan.tuning.block_n, BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_M=MIN_QUERY_ROWS, BLOCK_N=plan.tuning.block_n,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_GROUP=triton.next_power_of_2(group),
         num_warps=plan.tuning.num_warps, num_stages=plan.tuning.num_stages,
     )  # fmt: skip
@@ -207,13 +234,19 @@ def decode_attention_torch(
 def gather_kv(
     k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, context_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one sequence's keys and values from the cache, (context_len, num_kv_heads, head_dim) float32 each."""
+    """Return one sequence's keys and values from the cache, (context_len, num_kv_heads, head_dim)
+    float32 each.
+    """
     block_ids = block_table[: triton.cdiv(context_len, k_cache.shape[1])].long()
-    key, value = (cache[block_ids].flatten(0, 1)[:context_len].float() for cache in (k_cache, v_cache))
+    key, value = (
+        cache[block_ids].flatten(0, 1)[:context_len].float() for cache in (k_cache, v_cache)
+    )
     return key, value
 
 
-@triton.jit(do_not_specialize=["context_lens_ptr", "num_seqs", "num_items", "min_chunk", "chunk_step"])
+@triton.jit(
+    do_not_specialize=["context_lens_ptr", "num_seqs", "num_items", "min_chunk", "chunk_step"]
+)
 def plan_decode_kernel(
     context_lens_ptr,
     items_ptr,
@@ -227,13 +260,16 @@ def plan_decode_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr,
 ):
-    """List full chunks by lane, then remainders by length, then items without work; BLOCK_LANES lanes a program.
+    """List full chunks by lane, then remainders by length, then items without work; BLOCK_LANES
+    lanes a program.
 
-    A padded lane has one item of no keys, so that its output is written too. Programs don't communicate: each counts,
-    over all lanes, what stands before its own.
+    A padded lane has one item of no keys, so that its output is written too. Programs don't
+    communicate: each counts, over all lanes, what stands before its own.
     """
     program = tl.program_id(0)
-    chunk = _pick_chunk(context_lens_ptr, num_seqs, num_items, min_chunk, chunk_step, BLOCK_SEQS, BLOCK_CANDIDATES)
+    chunk = _pick_chunk(
+        context_lens_ptr, num_seqs, num_items, min_chunk, chunk_step, BLOCK_SEQS, BLOCK_CANDIDATES
+    )
     lanes = program * BLOCK_LANES + tl.arange(0, BLOCK_LANES)
     lens = tl.load(context_lens_ptr + lanes, mask=lanes < num_seqs, other=0)
     num_full = lens // chunk
@@ -261,7 +297,8 @@ def plan_decode_kernel(
     for first in range(0, tl.max(num_full, axis=0), BLOCK_CHUNKS):
         index = first + tl.arange(0, BLOCK_CHUNKS)[None, :]
         _store_items(
-            items_ptr, first_item[:, None] + index, lanes[:, None], index * chunk, index * chunk + chunk,
+            items_ptr, first_item[:, None] + index, lanes[:, None], index * chunk,
+            index * chunk + chunk,
             num_chunks[:, None], index < num_full[:, None],
         )  # fmt: skip
     rest_item = total_full + rank
@@ -286,10 +323,11 @@ def _pick_chunk(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr,
 ):
-    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a multiple of chunk_step.
+    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a
+    multiple of chunk_step.
 
-    total / num_items is too short unless every length is a multiple of it; total / spare items always suffices, since
-    at most that many chunks are full and at most num_seqs are not.
+    total / num_items is too short unless every length is a multiple of it; total / spare items
+    always suffices, since at most that many chunks are full and at most num_seqs are not.
     """
     total = 0
     for first in range(0, num_seqs, BLOCK_SEQS):
@@ -348,7 +386,9 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """One work item of one KV head a program; neighbours share the item, so they read neighbouring rows."""
+    """One work item of one KV head a program; neighbours share the item, so they read neighbouring
+    rows.
+    """
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     lane = tl.load(items_ptr + item * 4).to(tl.int64)
@@ -374,7 +414,9 @@ def decode_attention_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
     for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N)
+        offsets = kv_row_offsets(
+            block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N
+        )
         block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
         offsets = offsets[:, None] + dims[None, :]
         is_key = first + tl.arange(0, BLOCK_N) < end
@@ -395,19 +437,26 @@ def decode_attention_kernel(
     if num_chunks == 1:
         row_sum = tl.where(end == 0, 1.0, row_sum)  # a padded lane
         out_offsets = (lane * num_q_heads + head[:, None]) * HEAD_DIM + dims[None, :]
-        tl.store(out_ptr + out_offsets, (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty), mask=tile_mask)
+        tl.store(
+            out_ptr + out_offsets,
+            (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty),
+            mask=tile_mask,
+        )
     else:
         partial_row = item * num_q_heads + head
         tl.store(partial_max_ptr + partial_row, row_max, mask=row_mask)
         tl.store(partial_sum_ptr + partial_row, row_sum, mask=row_mask)
-        tl.store(partial_out_ptr + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask)
+        tl.store(
+            partial_out_ptr + partial_row[:, None] * HEAD_DIM + dims[None, :], acc, mask=tile_mask
+        )
         # The barrier puts the stores of all threads before the counter's release, by one thread.
         tl.debug_barrier()
         num_done_ptr += lane * NUM_KV_HEADS + kv_head
         if tl.atomic_add(num_done_ptr, 1, sem="acq_rel") == num_chunks - 1:
             tl.store(num_done_ptr, 0)
             _combine_chunks(
-                out_ptr, lane_items_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, lane, kv_head, num_chunks,
+                out_ptr, lane_items_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, lane,
+                kv_head, num_chunks,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, BLOCK_D,
             )  # fmt: skip
 
@@ -428,8 +477,12 @@ def _combine_chunks(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up a lane's partial results for the query heads of one KV head, in the order of its chunks."""
-    BLOCK_CHUNKS: tl.constexpr = 32 // BLOCK_GROUP  # loads in flight; the order of a sum depends on it
+    """Add up a lane's partial results for the query heads of one KV head, in the order of its
+    chunks.
+    """
+    BLOCK_CHUNKS: tl.constexpr = (
+        32 // BLOCK_GROUP
+    )  # loads in flight; the order of a sum depends on it
     num_q_heads = NUM_KV_HEADS * GROUP
     first_item = tl.load(lane_items_ptr + lane * 2)
     last_item = tl.load(lane_items_ptr + lane * 2 + 1)
@@ -455,7 +508,9 @@ def _combine_chunks(
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(chunk_max, axis=0))
-        new_top = tl.where(row_mask, new_top, 0.0)  # rows beyond the group have no chunk: keep them finite
+        new_top = tl.where(
+            row_mask, new_top, 0.0
+        )  # rows beyond the group have no chunk: keep them finite
         weight = tl.exp2(chunk_max - new_top[None, :])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(chunk_sum * weight, axis=0)
@@ -468,10 +523,11 @@ def _combine_chunks(
 
 @triton.jit
 def load_block_ids(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ids of the blocks that hold positions first .. first + BLOCK_N - 1: one if that is one block, else (BLOCK_N,).
+    """Ids of the blocks that hold positions first .. first + BLOCK_N - 1: one if that is one block,
+    else (BLOCK_N,).
 
-    Positions from `end` on get block 0. Call it a tile ahead: left beside the loads of K and V that need it, it takes
-    one of the stages of Triton's software pipeline.
+    Positions from `end` on get block 0. Call it a tile ahead: left beside the loads of K and V that
+    need it, it takes one of the stages of Triton's software pipeline.
     """
     if BLOCK_SIZE >= BLOCK_N:
         return tl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
@@ -482,24 +538,62 @@ def load_block_ids(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.
 
 @triton.jit
 def kv_row_offsets(
-    block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr
+    block_ids,
+    first,
+    cache_stride_block,
+    cache_stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a multiple of BLOCK_N."""
+    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a
+    multiple of BLOCK_N.
+    """
     rows = tl.arange(0, BLOCK_N)
     if BLOCK_SIZE >= BLOCK_N:
-        tile = block_ids.to(tl.int64) * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
+        tile = (
+            block_ids.to(tl.int64) * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
+        )
         return tile + rows * cache_stride_token
     else:
-        return block_ids.to(tl.int64) * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
+        return (
+            block_ids.to(tl.int64) * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
+        )
 
 
-def _check_shapes(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Raise ValueError for shapes that the kernels are not made for."""
     if num_q_heads % num_kv_heads or num_q_heads // num_kv_heads > 16:
-        raise ValueError(f"{num_q_heads} query heads for {num_kv_heads} KV heads: must be a multiple of 1 to 16")
+        raise ValueError(
+            f"{num_q_heads} query heads for {num_kv_heads} KV heads: must be a multiple of 1 to 16"
+        )
     if not 16 <= head_dim <= 256:
-        raise ValueError(f"head_dim is {head_dim}, must be 16 to 256: use attention_backend='torch'")
+        raise ValueError(
+            f"head_dim is {head_dim}, must be 16 to 256: use attention_backend='torch'"
+        )
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(f"block_size is {block_size}, must be a power of two >= 16")
+
+
+def check_queries(q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Raise ValueError unless q (tokens, heads, head_dim) can attend over the cache."""
+    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, the cache {tuple(k_cache.shape)}: heads or head_dim don't fit"
+        )
+    if q.dtype != k_cache.dtype or q.stride(2) != 1:
+        raise ValueError(
+            f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, last dimension contiguous"
+        )
+
+
+def check_int32(**tensors: torch.Tensor) -> None:
+    """Raise ValueError for one that isn't int32 with a contiguous last dimension."""
+    for name, tensor in tensors.items():
+        is_contiguous = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+        if tensor.dtype != torch.int32 or not is_contiguous:
+            raise ValueError(
+                f"{name} is {tensor.dtype} with strides {tensor.stride()}: must be int32, last dimension contiguous"
+            )
 
 
 def _check_attention(
@@ -510,14 +604,14 @@ def _check_attention(
     context_lens: torch.Tensor,
 ) -> None:
     check_kv_cache(k_cache, v_cache)
-    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"q is {tuple(q.shape)}, the cache {tuple(k_cache.shape)}: heads or head_dim don't fit")
-    if q.dtype != k_cache.dtype or q.stride(2) != 1:
-        raise ValueError(f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, last dimension contiguous")
-    if context_lens.shape != q.shape[:1] or block_tables.dim() != 2 or block_tables.shape[0] != q.shape[0]:
+    check_queries(q, k_cache)
+    check_int32(block_tables=block_tables, context_lens=context_lens)
+    if (
+        context_lens.shape != q.shape[:1]
+        or block_tables.dim() != 2
+        or block_tables.shape[0] != q.shape[0]
+    ):
         raise ValueError(
             f"q has {q.shape[0]} sequences, context_lens is {tuple(context_lens.shape)} and block_tables "
             f"{tuple(block_tables.shape)}: the first dimensions must agree"
         )
-    if block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
-        raise ValueError(f"block_tables must be int32 with contiguous rows, not {block_tables.dtype}")

@@ -323,24 +323,19 @@ def _gumbel_bits(word, FAST_LOG2: tl.constexpr):
     one_to_two = ((word >> 9) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 + (word >> 9) / 2**23
     v = one_to_two - (1.0 - 5.9604644775390625e-08)
     series = v * (-1.4426950408889634 - v * (0.7213475204444817 + v * 0.48089834696298783))
-    bits = tl.where(v < 0.015625, series, _log2_abs(1.0 - v, FAST_LOG2))
-    return -_log2_abs(bits, FAST_LOG2)
+    bits = tl.where(v < 0.015625, series, _log2(1.0 - v, FAST_LOG2))
+    return -_log2(tl.abs(bits), FAST_LOG2)
 
 
 @triton.jit
-def _log2_abs(x, FAST: tl.constexpr):
-    """log2(|x|) by one hardware instruction, where tl.log2 takes some 25; not in the interpreter."""
+def _log2(x, FAST: tl.constexpr):
+    """log2 by one hardware instruction, where tl.log2 takes some 25; not in the interpreter."""
     if FAST:
         return tl.inline_asm_elementwise(
-            "{ .reg .f32 size; abs.ftz.f32 size, $1; lg2.approx.ftz.f32 $0, size; }",
-            "=f,f",
-            [x],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
     else:
-        return tl.log2(tl.abs(x))
+        return tl.log2(x)
 
 
 def _combine(values: torch.Tensor, token_ids: torch.Tensor) -> Sampled:

@@ -1,12 +1,13 @@
-"""Writing keys and values into the paged KV cache, and the cache's layout, which the attention kernels share.
-
-One contiguous KV region per sequence fails in three ways: it must be reserved at the maximal length, freed regions
-leave holes that no other length fits, and a sequence can't give memory back while it waits. So the cache is a pool of
-equal blocks, `(num_blocks, block_size, num_kv_heads, head_dim)`, and a sequence owns a list of them, its block table.
-The *slot* of a token is `block_id · block_size + offset`: a step's `slot_mapping` says where each new token goes, and
--1 marks the padding of a captured graph, which must not be stored.
-
-Only the last dimension has to be contiguous, so a pool laid out as [block, head, token, dim] works as a view.
+"""Writing keys and values into the paged KV cache, and the cache's layout, which the attention
+kernels share.
+ One contiguous KV region per sequence fails in three ways: it must be reserved at the maximal
+length, freed regions leave holes that no other length fits, and a sequence can't give memory back
+while it waits. So the cache is a pool of equal blocks, `(num_blocks, block_size, num_kv_heads,
+head_dim)`, and a sequence owns a list of them, its block table. The *slot* of a token is `block_id
+· block_size + offset`: a step's `slot_mapping` says where each new token goes, and -1 marks the
+padding of a captured graph, which must not be stored.
+ Only the last dimension has to be contiguous, so a pool laid out as [block, head, token, dim] works
+as a view.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def store_kvcache(
     Args:
         key: (num_tokens, num_kv_heads, head_dim), a view of a fused qkv output is fine.
         value: like key; its strides may differ.
-        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), key's dtype, last dimension contiguous.
+        k_cache: (num_blocks, block_size, num_kv_heads, head_dim), key's dtype, last dimension
+            contiguous.
         v_cache: k_cache's shape and strides.
         slot_mapping: (num_tokens,) int32: cache slot of each token; -1 = padding, not stored.
             Slots are not checked against the pool: that would need a device-to-host copy.
@@ -49,7 +51,8 @@ def store_kvcache(
         key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         NUM_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=k_cache.shape[1],
-        BLOCK_HEADS=triton.next_power_of_2(num_kv_heads), BLOCK_DIM=triton.next_power_of_2(head_dim),
+        BLOCK_HEADS=triton.next_power_of_2(num_kv_heads),
+        BLOCK_DIM=triton.next_power_of_2(head_dim),
     )  # fmt: skip
 
 
@@ -89,7 +92,9 @@ def store_kvcache_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """One program a token: all its heads. Offsets into the pool are 64-bit, pools exceed 2**31 elements."""
+    """One program a token: all its heads. Offsets into the pool are 64-bit, pools exceed 2**31
+    elements.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if slot < 0:
@@ -101,14 +106,18 @@ def store_kvcache_kernel(
     value_offsets = token * value_stride_token + heads * value_stride_head + dims
     key = tl.load(key_ptr + key_offsets, mask=mask)
     value = tl.load(value_ptr + value_offsets, mask=mask)
-    slot_offset = (slot // BLOCK_SIZE) * cache_stride_block + (slot % BLOCK_SIZE) * cache_stride_token
+    slot_offset = (slot // BLOCK_SIZE) * cache_stride_block + (
+        slot % BLOCK_SIZE
+    ) * cache_stride_token
     cache_offsets = slot_offset + heads * cache_stride_head + dims
     tl.store(k_cache_ptr + cache_offsets, key, mask=mask)
     tl.store(v_cache_ptr + cache_offsets, value, mask=mask)
 
 
 def check_kv_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
-    """Raise ValueError unless the two are views of one pool in a layout that the kernels can address."""
+    """Raise ValueError unless the two are views of one pool in a layout that the kernels can
+    address.
+    """
     if k_cache.dim() != 4 or k_cache.shape != v_cache.shape:
         raise ValueError(
             f"k_cache is {tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}: "
@@ -120,7 +129,9 @@ def check_kv_cache(k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
             "they must be equal, with a contiguous last dimension; make both views of one pool"
         )
     if k_cache.dtype != v_cache.dtype:
-        raise ValueError(f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: they must be equal")
+        raise ValueError(
+            f"k_cache is {k_cache.dtype} and v_cache {v_cache.dtype}: they must be equal"
+        )
 
 
 def _check_store(
@@ -137,9 +148,13 @@ def _check_store(
             f"both must be (num_tokens, {k_cache.shape[2]}, {k_cache.shape[3]}) to fit the cache"
         )
     if key.stride(2) != 1 or value.stride(2) != 1:
-        raise ValueError(f"key and value need a contiguous last dimension, not strides {key.stride()}, {value.stride()}")
+        raise ValueError(
+            f"key and value need a contiguous last dimension, not strides {key.stride()}, {value.stride()}"
+        )
     if key.dtype != k_cache.dtype or value.dtype != k_cache.dtype:
-        raise ValueError(f"key is {key.dtype}, value {value.dtype}, the cache {k_cache.dtype}: cast key and value first")
+        raise ValueError(
+            f"key is {key.dtype}, value {value.dtype}, the cache {k_cache.dtype}: cast key and value first"
+        )
     if slot_mapping.shape != key.shape[:1] or slot_mapping.dtype != torch.int32:
         raise ValueError(
             f"slot_mapping is {tuple(slot_mapping.shape)} {slot_mapping.dtype}, must be ({key.shape[0]},) int32"

@@ -1,0 +1,493 @@
+"""The step loop: schedule, launch, postprocess, and what surrounds it.
+
+The loop keeps one step in flight. While the device runs step N + 1, the host confirms the tokens of
+step N, detokenises them and builds results, so the device never waits for Python:
+
+    step = scheduler.schedule()              # counts only, never the value of a token in flight
+    launched = runner.launch(step.batch)     # one copy, one graph replay
+    scheduler.postprocess(previous, ...)     # while it runs
+
+A token that ends a sequence by its value (eos, a stop id, a stop string) is therefore seen one step
+late; the late token is dropped and never shows. With async_scheduling=False nothing is in flight
+when a step is scheduled, and nothing else differs.
+
+Every mistake of the caller is raised before any state changes. After any exception inside a step
+the engine rebuilds its scheduler and blocks rather than repairing them, and can go on.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.model_runner import ModelRunner, PendingTokens, RunnerSettings
+from nanovllm.engine.request import (
+    ParsedPrompt,
+    Prompt,
+    Request,
+    Sample,
+    derive_seed,
+    parse_prompt,
+)
+from nanovllm.engine.scheduler import Scheduler, Step
+from nanovllm.engine.sequence import Sequence
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.model_folder import resolve_model_folder
+from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
+
+logger = logging.getLogger("nanovllm")
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+Result = TypeVar("Result")
+
+
+class InFlight(NamedTuple):
+    """A launched step whose tokens have not been read."""
+
+    step: Step
+    tokens: PendingTokens
+
+
+class StepCounts(NamedTuple):
+    """How many tokens the last processed step ran."""
+
+    num_prompt_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class LLMEngine:
+    """Requests in, finished outputs out, one `step` at a time.
+
+    Raises:
+        ValueError: The model or an option can't be used; nothing stays behind.
+    """
+
+    def __init__(self, config: Config) -> None:
+        if config.tensor_parallel_size > 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size is {config.tensor_parallel_size}: only 1 runs so far"
+            )
+        self.config = config
+        settings = resolve_settings(config)
+        self.model_config = settings.model_config
+        self.max_model_len = settings.max_model_len
+        self.tokenizer = _load_tokenizer(config, settings.folder)
+        self.generation_config = read_json(settings.folder / "generation_config.json")
+        self.eos_token_ids = stop_token_ids(
+            self.tokenizer.eos_token_ids if self.tokenizer else (),
+            self.generation_config,
+            {"eos_token_id": list(self.model_config.eos_token_ids)},
+        )
+        self._pid = os.getpid()
+        self._runner: ModelRunner | None = ModelRunner(settings)
+        try:
+            self._num_blocks = self._runner.allocate_kv_cache()
+            self._runner.capture_cudagraph()
+        except BaseException:
+            self.exit()
+            raise
+        self._num_requests = 0
+        self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
+        self._num_steps = self._num_past_preemptions = 0  # preemptions: of schedulers that were dropped
+        self.last_step = StepCounts()
+        self._start_over()
+        self._log_choices()
+
+    # ------------------------------------------------------------------ requests
+
+    def make_requests(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[Request]:
+        """Check prompts and params and build their requests, without queueing any.
+
+        Raises:
+            ValueError, TypeError: A prompt or its params can't be run; the text names the prompt's
+                index.
+        """
+        parsed = [
+            _at_index(i, parse_prompt, prompt, self.model_config.vocab_size)
+            for i, prompt in enumerate(prompts)
+        ]
+        token_ids = self._encode(parsed)
+        requests = []
+        for i, (prompt, ids, wish) in enumerate(zip(parsed, token_ids, params, strict=True)):
+            _at_index(i, self._check_request, ids, wish)
+            requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
+        return requests
+
+    def add(self, request: Request) -> str:
+        """Queue a request that `make_requests` built, and return its id."""
+        number = self._num_requests
+        self._num_requests += 1
+        request.request_id = str(number)
+        for i in range(request.params.n):
+            sample = self._make_sample(request, number, i)
+            request.samples.append(sample)
+            self._samples[sample.seq] = sample
+            if request.params.stop:
+                self._watched.add(sample.seq)
+            self.scheduler.add(sample.seq)
+        self._num_prompt_tokens += request.params.n * len(request.prompt_token_ids)
+        self._requests[request.request_id] = request
+        return request.request_id
+
+    def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
+        """Check and queue one prompt; return the request's id.
+
+        Raises:
+            ValueError, TypeError: It can't be run.
+            RuntimeError: The engine has been closed.
+        """
+        self.check_usable()
+        (request,) = self.make_requests([prompt], [params or SamplingParams()])
+        request.prompt_index = None
+        return self.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request wherever it stands; an unknown or finished one is left alone."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        unfinished = [sample.seq for sample in request.samples if not sample.seq.is_finished]
+        self.scheduler.finish(unfinished, "abort")
+        request.num_unfinished = 0
+        for seq in unfinished:
+            self._forget(seq)
+
+    def is_finished(self) -> bool:
+        """Whether no request is queued or running."""
+        return not self._requests
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, deltas: bool = False) -> list[RequestOutput]:
+        """Launch the next step and process the one before it.
+
+        Args:
+            deltas: Return what is new of every request that advanced, not only finished ones whole.
+
+        Returns:
+            Outputs of requests; [] on an empty engine, and while the first step is in flight.
+
+        Raises:
+            Exception: Whatever the step raised. All requests are dropped, their blocks are free,
+                and the engine can go on.
+        """
+        self.check_usable()
+        try:
+            return self._step(deltas)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _step(self, deltas: bool) -> list[RequestOutput]:
+        assert self._runner is not None, "check_usable"
+        step = self.scheduler.schedule(in_flight=self._in_flight is not None)
+        launched = None
+        if step is not None:
+            launched = InFlight(step, self._runner.launch(step.batch))
+            self._num_steps += 1
+        if self.config.async_scheduling:
+            previous, self._in_flight = self._in_flight, launched
+        else:
+            previous = launched
+        if previous is None:
+            self.last_step = StepCounts()
+            return []
+        return self._process(previous.step, previous.tokens.wait(), deltas)
+
+    def _process(self, step: Step, token_ids: list[int], deltas: bool) -> list[RequestOutput]:
+        """Confirm a step's tokens and build what is to be returned for them."""
+        self.last_step = StepCounts(len(step.batch.prompt_tokens), step.batch.num_decodes)
+        ended = self.scheduler.postprocess(step, token_ids)
+        if step.batch.num_prefills:
+            self._note_first_tokens(step)
+        advanced: list[Sample] = []
+        if deltas or self._watched:
+            advanced = [self._samples[seq] for seq in step.sequences if seq in self._samples]
+            ended += self._read_text(advanced, deltas)
+        finished = self._close_samples(ended)
+        if not self._requests:
+            self._in_flight = None  # holds late tokens only; whatever runs next is enqueued behind
+        return _deltas(advanced) if deltas else [request.output() for request in finished]
+
+    def _read_text(self, samples: list[Sample], deltas: bool) -> list[Sequence]:
+        """Detokenise where every step counts; return the sequences that a stop string ended."""
+        stopped = []
+        for sample in samples:
+            seq = sample.seq
+            if not (deltas or seq in self._watched):
+                continue
+            if sample.read_text() and not seq.is_finished:
+                self.scheduler.finish([seq], "stop")
+                stopped.append(seq)
+        return stopped
+
+    def _close_samples(self, ended: Iterable[Sequence]) -> list[Request]:
+        """Finish the texts of ended sequences and return the requests that are complete."""
+        finished = []
+        for seq in ended:
+            sample = self._forget(seq)
+            sample.close_text(self.eos_token_ids)
+            request = sample.request
+            request.num_unfinished -= 1
+            if request.is_finished:
+                finished.append(request)
+                del self._requests[request.request_id]
+        return finished
+
+    def _forget(self, seq: Sequence) -> Sample:
+        self._watched.discard(seq)
+        self._num_generated_tokens += seq.num_output_tokens
+        self._num_cached_tokens += seq.num_prompt_cached_tokens or 0
+        return self._samples.pop(seq)
+
+    def _note_first_tokens(self, step: Step) -> None:
+        now = time.monotonic()
+        for seq in step.sequences[: step.batch.num_prefills]:
+            sample = self._samples.get(seq) if seq is not None else None
+            if sample is not None and sample.request.first_token_time is None:
+                sample.request.first_token_time = now
+
+    # ------------------------------------------------------------------ making requests
+
+    def _encode(self, prompts: list[ParsedPrompt]) -> list[list[int]]:
+        """Token ids of every prompt; texts are encoded together, on all cores."""
+        texts = [i for i, prompt in enumerate(prompts) if prompt.token_ids is None]
+        if texts and self.tokenizer is None:
+            raise ValueError(
+                f"prompt {texts[0]} is text, but skip_tokenizer_init=True: pass token ids"
+            )
+        token_ids = [prompt.token_ids or [] for prompt in prompts]
+        if self.tokenizer is not None and texts:
+            encoded = self.tokenizer.encode_batch([prompts[i].text or "" for i in texts])
+            for i, ids in zip(texts, encoded, strict=True):
+                token_ids[i] = ids
+        return token_ids
+
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise unless the prompt and what may follow it fit the model and the pool."""
+        _check_supported(params)
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if len(token_ids) >= self.max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, max_model_len is {self.max_model_len} "
+                "(prompt and output): shorten it or raise max_model_len"
+            )
+        if token_ids and max(token_ids) >= self.model_config.vocab_size:
+            raise ValueError(
+                f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
+                f"0..{self.model_config.vocab_size - 1}"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: skip_tokenizer_init is True")
+        self.scheduler.check_fits(self._max_total_tokens(len(token_ids), params))
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Length, prompt and output, at which a sequence ends."""
+        if params.max_tokens is not None:
+            return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
+        # Up to what fits: the last token is never stored, so it needs no slot.
+        num_slots = self._num_blocks * self.config.kvcache_block_size
+        return max(min(self.max_model_len, num_slots + 1), num_prompt_tokens + 1)
+
+    def _make_sample(self, request: Request, number: int, index: int) -> Sample:
+        params = request.params
+        is_seeded = params.seed is not None
+        # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
+        # second call differs.
+        parts = (params.seed, index) if is_seeded else (self.config.seed, number, index)
+        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq = Sequence(
+            number,
+            request.prompt_token_ids,
+            block_size=self.config.kvcache_block_size,
+            max_total_tokens=self._max_total_tokens(len(request.prompt_token_ids), params),
+            temperature=params.temperature,
+            seed=derive_seed(int(is_seeded), *(part or 0 for part in parts)),
+            stop_token_ids=eos_token_ids.union(params.stop_token_ids),
+            min_tokens=params.min_tokens,
+        )
+        detokenizer = None
+        if self.tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self.tokenizer,
+                params.stop,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+                params.min_tokens,
+            )
+        return Sample(request, index, seq, detokenizer)
+
+    # ------------------------------------------------------------------ state
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes.
+
+        Raises:
+            RuntimeError: Requests are queued or running.
+        """
+        self.check_usable()
+        if not self.is_finished():
+            raise RuntimeError("reset_prefix_cache() while requests run: finish or abort them")
+        self.scheduler.block_manager.reset()
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and what it runs on."""
+        runner, blocks = self._runner, self.scheduler.block_manager
+        return EngineStats(
+            num_steps=self._num_steps,
+            num_preemptions=self._num_past_preemptions + self.scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_kvcache_blocks=self._num_blocks,
+            num_free_kvcache_blocks=blocks.num_free_blocks,
+            kvcache_block_size=blocks.block_size,
+            kvcache_bytes=runner.block_bytes * self._num_blocks if runner else 0,
+            device=str(runner.device) if runner else "",
+            dtype=runner.settings.dtype_name if runner else "",
+            prefill_backend=runner.backend.prefill_name if runner else "",
+            decode_backend=runner.backend.decode_name if runner else "",
+            graph_batch_sizes=tuple(runner.graphs.sizes) if runner and runner.graphs else (),
+        )
+
+    def check_usable(self) -> None:
+        """Raise RuntimeError if the engine has been closed or this is a forked copy of it."""
+        if self._runner is None:
+            raise RuntimeError("this engine has been closed: make a new LLM")
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                "this engine belongs to the process that made it: make a new LLM after fork()"
+            )
+
+    def exit(self) -> None:
+        """Stop and give memory back; calling it again does nothing."""
+        runner, self._runner = self._runner, None
+        if runner is not None and os.getpid() == self._pid:
+            runner.exit()
+
+    def _start_over(self) -> None:
+        """An empty scheduler on an empty pool; what ran before is forgotten."""
+        config = self.config
+        self.scheduler = Scheduler(
+            num_blocks=self._num_blocks,
+            block_size=config.kvcache_block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._in_flight: InFlight | None = None
+        self._requests: dict[str, Request] = {}
+        self._samples: dict[Sequence | None, Sample] = {}  # of unfinished sequences
+        self._watched: set[Sequence] = set()  # those whose text must be read at every step
+
+    def _recover(self) -> None:
+        """After an exception in a step: rebuild, never repair."""
+        self._num_past_preemptions += self.scheduler.num_preemptions
+        self._start_over()
+        if self._runner is not None:
+            self._runner.synchronize()
+
+    def _log_choices(self) -> None:
+        stats = self.stats()
+        logger.info(
+            "%s, %s, attention: prefill %s, decode %s; %d KV blocks of %d tokens; graphs: %s",
+            stats.device,
+            stats.dtype,
+            stats.prefill_backend,
+            stats.decode_backend,
+            stats.num_kvcache_blocks,
+            stats.kvcache_block_size,
+            list(stats.graph_batch_sizes) or "none (eager)",
+        )
+
+
+def resolve_settings(config: Config) -> RunnerSettings:
+    """Turn the wish into what runs, without touching a device.
+
+    Raises:
+        ValueError: The model can't be found or run, or an option doesn't fit it or this machine.
+    """
+    folder = resolve_model_folder(config.model)
+    model_config = ModelConfig.from_folder(folder)
+    model_class(model_config.architecture)
+    device_type = _resolve_device(config.device)
+    dtype_name = config.dtype
+    if dtype_name == "auto":
+        dtype_name = model_config.dtype if device_type == "cuda" else "float32"
+    return RunnerSettings(
+        config=config,
+        model_config=model_config,
+        folder=folder,
+        device_type=device_type,
+        dtype_name=dtype_name,
+        max_model_len=_resolve_max_model_len(config, model_config),
+    )
+
+
+def _resolve_device(wish: str) -> str:
+    has_cuda = torch.cuda.is_available()
+    if wish == "cuda" and not has_cuda:
+        raise ValueError("device='cuda', but torch finds no CUDA GPU: use device='cpu' or 'auto'")
+    return "cuda" if has_cuda and wish != "cpu" else "cpu"
+
+
+def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return min(_DEFAULT_MAX_MODEL_LEN, limit)
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, the model has positions for {limit} tokens: "
+            "lower it"
+        )
+    return config.max_model_len
+
+
+def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        folder = resolve_model_folder(config.tokenizer)
+    return Tokenizer.from_folder(folder)
+
+
+def _check_supported(params: SamplingParams) -> None:
+    if params.needs_logits_processing or params.prompt_logprobs is not None:
+        raise NotImplementedError(
+            "filters (top_k, top_p, min_p), penalties, logit_bias, bad_words, min_tokens and "
+            "logprobs don't run yet: leave them at their defaults"
+        )
+
+
+def _deltas(samples: list[Sample]) -> list[RequestOutput]:
+    """What is new of these samples, one output a request."""
+    advanced: dict[Request, list[Sample]] = {}
+    for sample in samples:
+        advanced.setdefault(sample.request, []).append(sample)
+    return [
+        request.output([sample.take_delta() for sample in its_samples])
+        for request, its_samples in advanced.items()
+    ]
+
+
+def _at_index(index: int, function: Callable[..., Result], *args: object) -> Result:
+    """Call `function`, naming the prompt's index in what it raises."""
+    try:
+        return function(*args)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise type(error)(f"prompt {index}: {error}") from error

@@ -1,0 +1,475 @@
+"""One rank: build the model, size and own the KV cache, run batches.
+
+The runner knows rows and blocks, never sequences: everything it is told is in `ScheduledBatch`.
+What it must remember between steps, it remembers by row, on the device (`kernels.row_state`), so
+that a decode step uploads only what changed and, with graphs, is one copy and one replay.
+
+`launch` enqueues a step and returns at once; `wait` on what it returns reads the tokens. On CPU a
+step is done when `launch` returns, and everything else is the same.
+"""
+
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
+from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.kernels.row_state import (
+    DecodeInputs,
+    RowState,
+    apply_updates,
+    apply_updates_torch,
+    decode_inputs,
+    decode_inputs_torch,
+)
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.linear import num_kv_heads_of_rank
+from nanovllm.layers.sampler import Sampler
+from nanovllm.model_config import ModelConfig
+from nanovllm.models import model_class
+from nanovllm.utils.context import Context, set_context
+from nanovllm.utils.distributed import Communicator
+from nanovllm.utils.loader import initialize_dummy, load_model
+from nanovllm.utils.pinned import PinnedRing
+
+_MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
+_CPU_CACHE_BYTES = 2 << 30  # most that a CPU pool takes unless asked for more
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """The wish (`config`) and what has been resolved of it: plain values, the same on all ranks."""
+
+    config: Config
+    model_config: ModelConfig
+    folder: Path
+    device_type: str  # "cuda" or "cpu"
+    dtype_name: str  # "bfloat16", "float16" or "float32"
+    max_model_len: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+            "float32": torch.float32,
+        }[self.dtype_name]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A step on the device."""
+
+    input_ids: torch.Tensor  # (tokens,) int32
+    positions: torch.Tensor  # (tokens,) int32
+    rows: torch.Tensor  # (lanes,) int64
+    temperatures: torch.Tensor  # (lanes,) float32
+    seeds: torch.Tensor  # (lanes,) int64
+    context: Context
+
+
+class PendingTokens:
+    """The tokens of a launched step, one a lane."""
+
+    def __init__(self, tokens: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        self._tokens = tokens  # (lanes,) int32 on the host, valid once the event has passed
+        self._event = event
+
+    def wait(self) -> list[int]:
+        """Block until the step is done and return its tokens."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tokens.tolist()
+
+
+class ModelRunner:
+    """One rank of the engine. It touches no scheduler state."""
+
+    def __init__(self, settings: RunnerSettings, tp: Communicator | None = None) -> None:
+        """Build the model on this rank's device and load its weights."""
+        config, model_config = settings.config, settings.model_config
+        self.tp = tp or Communicator()
+        self.settings = settings
+        self.block_size = config.kvcache_block_size
+        self.max_num_seqs = config.max_num_seqs
+        self.device = torch.device(settings.device_type)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+            self._free_bytes_before, self._total_bytes = torch.cuda.mem_get_info()
+        self.backend = select_backend(
+            config.attention_backend,
+            device=self.device,
+            dtype=settings.dtype,
+            block_size=self.block_size,
+            head_dim=model_config.head_dim,
+        )
+        with torch.device(self.device):
+            self.model = model_class(model_config.architecture)(
+                model_config,
+                max_model_len=settings.max_model_len,
+                backend=self.backend,
+                dtype=settings.dtype,
+                tp=self.tp,
+            )
+        if config.load_format == "dummy":
+            initialize_dummy(self.model)
+        else:
+            load_model(self.model, settings.folder)
+        self.sampler = Sampler(self.tp, self.model.lm_head.vocab_start)
+        self.graphs: DecodeGraphs | None = None
+        self._allocate_buffers()
+
+    # ------------------------------------------------------------------ start-up
+
+    def _allocate_buffers(self) -> None:
+        """Everything of fixed size and address that steps use."""
+        max_blocks = -(-self.settings.max_model_len // self.block_size)
+        self.block_tables = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
+        self.row_state = RowState.allocate(self.max_num_seqs, max_blocks, self.device)
+        self.inputs = DecodeInputs.allocate(self.max_num_seqs, max_blocks, self.device)
+        self.decode_plan = self._allocate_plan() if self.backend.needs_plan else None
+        if self.device.type == "cuda":
+            # A decode step: header, row and start of each lane, at most one new block a lane.
+            wire_words = 6 + 5 * self.max_num_seqs
+            self.wire = torch.zeros(wire_words, dtype=torch.int32, device=self.device)
+            self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=self.device)
+            self.uploads = PinnedRing(wire_words)
+            self.downloads = PinnedRing(self.max_num_seqs)
+
+    def _allocate_plan(self):  # noqa: ANN202 - the kernel module is imported on CUDA only
+        from nanovllm.kernels.decode_attention import DecodePlan
+
+        model_config, size = self.settings.model_config, self.tp.size
+        return DecodePlan.allocate(
+            self.max_num_seqs,
+            model_config.num_attention_heads // size,
+            num_kv_heads_of_rank(model_config.num_key_value_heads, size),
+            model_config.head_dim,
+            self.block_size,
+            self.device,
+            self.settings.dtype,
+        )
+
+    def warmup_model(self) -> None:
+        """Run the largest prefill and the largest decode, sampler included.
+
+        What they allocate stays with the allocator, so that memory measured afterwards includes
+        it; on CUDA every kernel is compiled on the way. Needs a pool of at least one block.
+        """
+        config = self.settings.config
+        num_lanes = min(self.max_num_seqs, config.max_num_batched_tokens)
+        longest = self.settings.max_model_len - 1
+        per_lane = min(longest, config.max_num_batched_tokens // num_lanes)
+        lengths = [per_lane] * num_lanes
+        spare = config.max_num_batched_tokens - sum(lengths)
+        for lane in range(num_lanes):
+            extra = min(spare, longest - per_lane)
+            lengths[lane] += extra
+            spare -= extra
+        self.run(_dummy_prefill(lengths))
+        self.run(_dummy_decode([longest - 1] * self.max_num_seqs))
+
+    def allocate_kv_cache(self) -> int:
+        """Size the KV cache, allocate it zeroed, bind the layers to it; return its blocks.
+
+        Under tensor parallelism it is the smallest that any rank has room for.
+
+        Raises:
+            ValueError: There is no room for a single block; the text names the numbers and the
+                knob.
+        """
+        self._bind_pool(1)
+        if self.device.type == "cuda":
+            self.warmup_model()
+        num_blocks = self.settings.config.num_kvcache_blocks
+        if num_blocks is None:
+            num_blocks = self._num_blocks_that_fit()
+        num_blocks = self.tp.min(num_blocks, self.device)
+        self._bind_pool(num_blocks)
+        return num_blocks
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block on this rank, all layers, keys and values."""
+        model_config = self.settings.model_config
+        num_kv_heads = num_kv_heads_of_rank(model_config.num_key_value_heads, self.tp.size)
+        elements = 2 * model_config.num_hidden_layers * num_kv_heads * model_config.head_dim
+        return elements * self.block_size * self.settings.dtype.itemsize
+
+    def _bind_pool(self, num_blocks: int) -> None:
+        """Allocate one zeroed pool, (2, layers, blocks, block_size, kv_heads, head_dim)."""
+        model_config = self.settings.model_config
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        for layer in layers:
+            layer.k_cache = layer.v_cache = torch.empty(0)  # lets the old pool go first
+        self.kv_cache: torch.Tensor | None = None
+        # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
+        self.kv_cache = torch.zeros(
+            2,
+            len(layers),
+            num_blocks,
+            self.block_size,
+            num_kv_heads_of_rank(model_config.num_key_value_heads, self.tp.size),
+            model_config.head_dim,
+            dtype=self.settings.dtype,
+            device=self.device,
+        )
+        for layer, k_cache, v_cache in zip(layers, *self.kv_cache, strict=True):
+            layer.bind_kv_cache(k_cache, v_cache)
+
+    def _num_blocks_that_fit(self) -> int:
+        if self.device.type == "cpu":
+            return self._num_cpu_blocks()
+        utilization = self.settings.config.gpu_memory_utilization
+        graph_bytes = self._measure_graph_bytes()
+        torch.cuda.synchronize()
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        # Only what this engine took is charged to it: memory of other processes isn't.
+        own_bytes = max(self._free_bytes_before - free_bytes, 0)
+        budget = min(free_bytes - _MARGIN_BYTES, int(utilization * total_bytes) - own_bytes)
+        num_blocks = (budget - graph_bytes) // self.block_bytes
+        if num_blocks < 1:
+            raise ValueError(
+                f"no room for a KV cache: the GPU has {total_bytes / 2**30:.2f} GiB, "
+                f"{free_bytes / 2**30:.2f} GiB free; model and activations take "
+                f"{own_bytes / 2**30:.2f} GiB, CUDA graphs {graph_bytes / 2**30:.2f} GiB, and "
+                f"gpu_memory_utilization={utilization} allows {utilization * total_bytes / 2**30:.2f}"
+                f" GiB in all: raise gpu_memory_utilization, or lower max_num_batched_tokens, "
+                "max_num_seqs or max_model_len"
+            )
+        return num_blocks
+
+    def _num_cpu_blocks(self) -> int:
+        """Enough for every sequence at full length, within 2 GiB and a quarter of free memory."""
+        wanted = self.max_num_seqs * -(-self.settings.max_model_len // self.block_size)
+        pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else None
+        free_bytes = pages * os.sysconf("SC_PAGE_SIZE") if pages else 4 * _CPU_CACHE_BYTES
+        return max(1, min(wanted, min(_CPU_CACHE_BYTES, free_bytes // 4) // self.block_bytes))
+
+    # ------------------------------------------------------------------ CUDA graphs
+
+    @property
+    def _wants_graphs(self) -> bool:
+        is_cuda = self.device.type == "cuda"
+        return is_cuda and self.backend.is_capturable and not self.settings.config.enforce_eager
+
+    def _measure_graph_bytes(self) -> int:
+        """Device memory that captures will take: the largest is captured, measured, discarded."""
+        if not self._wants_graphs:
+            return 0
+        torch.cuda.synchronize()
+        free_before, _ = torch.cuda.mem_get_info()
+        graphs = self._try_capture([self.max_num_seqs])
+        free_after, _ = torch.cuda.mem_get_info()
+        if graphs is not None:
+            graphs.release()
+        torch.cuda.empty_cache()
+        # Later, smaller captures share its pool, but each graph's own nodes take some memory too.
+        num_sizes = len(graph_sizes(self.max_num_seqs))
+        return max(free_before - free_after, 0) + num_sizes * (8 << 20)
+
+    def capture_cudagraph(self) -> None:
+        """Capture decode steps for a ladder of batch sizes, or leave decode eager."""
+        if self._wants_graphs:
+            self.graphs = self._try_capture(graph_sizes(self.max_num_seqs))
+
+    def _try_capture(self, sizes: list[int]) -> DecodeGraphs | None:
+        self.wire.zero_()  # a step without lanes: all of them are padding
+        try:
+            with torch.inference_mode():
+                return DecodeGraphs(sizes, self._decode_step)
+        except RuntimeError as error:
+            warnings.warn(f"CUDA graph capture failed, decoding eagerly: {error}", stacklevel=2)
+            return None
+
+    # ------------------------------------------------------------------ steps
+
+    def run(self, batch: ScheduledBatch) -> list[int]:
+        """Run one step and return a token for each lane."""
+        return self.launch(batch).wait()
+
+    @torch.inference_mode()
+    def launch(self, batch: ScheduledBatch) -> PendingTokens:
+        """Enqueue one step; its tokens start their way back as soon as they are drawn."""
+        apply_new_blocks(batch, self.block_tables)
+        if batch.num_prefills:
+            tokens = self._run_step(self.prepare_prefill(batch))
+        elif self.device.type == "cpu":
+            tokens = self._run_step(self.prepare_decode(batch))
+        else:
+            tokens = self._launch_decode(batch)
+        if self.device.type == "cpu":
+            return PendingTokens(tokens, None)
+        return PendingTokens(*self.downloads.download(tokens[: batch.num_lanes]))
+
+    def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
+        """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
+        flat = flatten(batch, self.block_tables, self.block_size)
+        num_prefills, num_prompt_tokens = batch.num_prefills, len(batch.prompt_tokens)
+        cu_seqlens_k = np.zeros(num_prefills + 1, dtype=np.int32)
+        np.cumsum(flat.context_lens[:num_prefills], out=cu_seqlens_k[1:])
+        wire, positions, slot_mapping, context_lens, cu_seqlens_q, cu_k, prompt_tokens, rows = (
+            self._upload(
+                batch.to_wire(),
+                flat.positions,
+                flat.slot_mapping,
+                flat.context_lens,
+                flat.cu_seqlens_q,
+                cu_seqlens_k,
+                batch.prompt_tokens,
+                batch.rows,
+            )
+        )
+        self._apply_updates(wire)
+        state, rows = self.row_state, rows.long()
+        input_ids = torch.cat((prompt_tokens, state.last_tokens[rows[num_prefills:]]))
+        context = Context(
+            num_prefills=num_prefills,
+            num_prefill_tokens=num_prompt_tokens,
+            num_decodes=batch.num_decodes,
+            slot_mapping=slot_mapping,
+            block_tables=state.block_tables[rows],
+            context_lens=context_lens,
+            cu_seqlens_q=cu_seqlens_q[: num_prefills + 1],
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=int(batch.num_tokens.max()),
+            max_seqlen_k=int(flat.context_lens.max()),
+            is_fresh=not batch.starts[:num_prefills].any(),
+            logits_indices=cu_seqlens_q[1:] - 1,
+            decode_plan=self.decode_plan,
+        )
+        if self.decode_plan is not None and batch.num_decodes:
+            self.decode_plan.update(context_lens[num_prefills:].contiguous())
+        return StepInputs(
+            input_ids, positions, rows, state.temperatures[rows], state.seeds[rows], context
+        )
+
+    def prepare_decode(self, batch: ScheduledBatch) -> StepInputs:
+        """Inputs of a step of decode lanes only, read from the row state."""
+        (wire,) = self._upload(batch.to_wire())
+        return self._decode_inputs(wire, batch.num_lanes, int(batch.starts.max()) + 1)
+
+    def run_model(self, inputs: StepInputs) -> torch.Tensor:
+        """Logits of each lane's last token: (lanes, this rank's vocabulary)."""
+        with set_context(inputs.context):
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
+            return self.model.compute_logits(hidden_states)
+
+    def _run_step(self, inputs: StepInputs) -> torch.Tensor:
+        """Run the network, draw a token for each lane and keep it as its row's newest."""
+        logits = self.run_model(inputs)
+        tokens = self.sampler(
+            logits, inputs.temperatures, inputs.seeds, inputs.context.context_lens
+        )
+        self.row_state.last_tokens.index_copy_(0, inputs.rows, tokens)
+        return tokens
+
+    def _launch_decode(self, batch: ScheduledBatch) -> torch.Tensor:
+        """A decode step on CUDA: replayed where a graph holds it, else the same work eagerly."""
+        self.uploads.upload(batch.to_wire(), self.wire)
+        size = self.graphs.size_for(batch.num_lanes) if self.graphs else None
+        if self.graphs is not None and size is not None:
+            self.graphs.replay(size)
+        else:
+            self._decode_step(batch.num_lanes, int(batch.starts.max()) + 1)
+        return self.tokens
+
+    def _decode_step(self, num_lanes: int, max_context_len: int | None = None) -> None:
+        """What a decode graph holds: from the wire array in device memory to the tokens."""
+        max_context_len = max_context_len or self.settings.max_model_len
+        inputs = self._decode_inputs(self.wire, num_lanes, max_context_len)
+        self.tokens[:num_lanes] = self._run_step(inputs)
+
+    def _decode_inputs(self, wire: torch.Tensor, num_lanes: int, max_context_len: int) -> StepInputs:
+        self._apply_updates(wire)
+        inputs = self.inputs.lanes(num_lanes)
+        fill = decode_inputs if self.device.type == "cuda" else decode_inputs_torch
+        fill(wire, self.row_state, inputs, self.block_size)
+        if self.decode_plan is not None:
+            self.decode_plan.update(inputs.context_lens)
+        no_prefill = inputs.context_lens[:0]
+        context = Context(
+            num_prefills=0,
+            num_prefill_tokens=0,
+            num_decodes=num_lanes,
+            slot_mapping=inputs.slot_mapping,
+            block_tables=inputs.block_tables,
+            context_lens=inputs.context_lens,
+            cu_seqlens_q=no_prefill,
+            cu_seqlens_k=no_prefill,
+            max_seqlen_q=1,
+            max_seqlen_k=max_context_len,
+            is_fresh=False,
+            logits_indices=None,
+            decode_plan=self.decode_plan,
+        )
+        return StepInputs(
+            inputs.input_ids,
+            inputs.positions,
+            inputs.rows,
+            inputs.temperatures,
+            inputs.seeds,
+            context,
+        )
+
+    def _apply_updates(self, wire: torch.Tensor) -> None:
+        apply = apply_updates if self.device.type == "cuda" else apply_updates_torch
+        apply(wire, self.row_state)
+
+    def _upload(self, *arrays: np.ndarray) -> list[torch.Tensor]:
+        """int32 arrays on the device, in one copy."""
+        lengths = [len(array) for array in arrays]
+        packed = np.concatenate(arrays)
+        if self.device.type == "cpu":
+            target = torch.from_numpy(packed)
+        else:
+            target = torch.empty(len(packed), dtype=torch.int32, device=self.device)
+            self.uploads.upload(packed, target)
+        return list(target.split(lengths))
+
+    # ------------------------------------------------------------------ end
+
+    def synchronize(self) -> None:
+        """Wait for everything launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def exit(self) -> None:
+        """Give memory back. Graphs first: they refer to everything else."""
+        if self.graphs is not None:
+            self.synchronize()
+            self.graphs.release()
+        self.graphs = None
+        for name in ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan"):
+            setattr(self, name, None)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _dummy_prefill(lengths: list[int]) -> ScheduledBatch:
+    """Prompts of these lengths in rows 0, 1, ..., all of whose blocks are block 0."""
+    rows = np.arange(len(lengths), dtype=np.int32)
+    return ScheduledBatch(
+        rows=rows,
+        starts=np.zeros_like(rows),
+        num_tokens=np.array(lengths, dtype=np.int32),
+        prompt_tokens=np.zeros(sum(lengths), dtype=np.int32),
+        new_rows=np.array([new_row(int(row), 1.0, 0) for row in rows], dtype=np.int32),
+        new_blocks=np.stack([rows, rows * 0, rows * 0], axis=1),
+    )
+
+
+def _dummy_decode(positions: list[int]) -> ScheduledBatch:
+    """One token at these positions in rows 0, 1, ..."""
+    rows = np.arange(len(positions), dtype=np.int32)
+    return ScheduledBatch(
+        rows=rows,
+        starts=np.array(positions, dtype=np.int32),
+        num_tokens=np.zeros(0, dtype=np.int32),
+    )

@@ -1,0 +1,206 @@
+"""One call for an answer: a prompt, its params, and the n sequences that sample it.
+
+The scheduler knows sequences only. A Request gathers what belongs together for the user: the text
+of each sample, why it ended, and when things happened.
+"""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | Items[int] | np.ndarray | Mapping[str, object]
+
+
+class ParsedPrompt(NamedTuple):
+    """A prompt in one of its two forms; text may accompany token ids for the record."""
+
+    text: str | None
+    token_ids: list[int] | None
+
+
+def parse_prompt(prompt: Prompt, vocab_size: int) -> ParsedPrompt:
+    """Read a text, token ids, or vLLM's dict of either.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It is empty, or a token id is outside the vocabulary.
+    """
+    if isinstance(prompt, Mapping):
+        return _parse_mapping(prompt, vocab_size)
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        return ParsedPrompt(prompt, None)
+    return ParsedPrompt(None, parse_token_ids(prompt, vocab_size))
+
+
+def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list[int]:
+    """Check token ids and return them as a list of ints; see `parse_prompt`."""
+    if not isinstance(token_ids, Items | np.ndarray):
+        raise TypeError(f"a prompt is a str, token ids or a dict, not {type(token_ids).__name__}")
+    array = np.asarray(token_ids)
+    if array.size == 0:
+        raise ValueError("the prompt is empty: it needs at least one token")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TypeError(f"token ids must be a flat list of ints, not {array.dtype} {array.shape}")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high >= vocab_size:
+        bad = low if low < 0 else high
+        raise ValueError(f"token id {bad} is outside the vocabulary: 0..{vocab_size - 1}")
+    return array.tolist()
+
+
+def _parse_mapping(prompt: Mapping[str, object], vocab_size: int) -> ParsedPrompt:
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown:
+        raise ValueError(
+            f"prompt keys {sorted(unknown)} are not supported: use 'prompt' or 'prompt_token_ids'"
+        )
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"'prompt' must be a str, not {type(text).__name__}")
+    if token_ids is not None:
+        return ParsedPrompt(text, parse_token_ids(token_ids, vocab_size))  # type: ignore[arg-type]
+    if text is None:
+        raise ValueError("a dict prompt needs 'prompt' or 'prompt_token_ids'")
+    return parse_prompt(text, vocab_size)
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that is a function of `parts` alone and differs wherever they do."""
+    return xxhash.xxh64_intdigest(np.array(parts, dtype=np.uint64).tobytes()) >> 1
+
+
+class Sample:
+    """One of a request's n samples: its sequence and its text."""
+
+    __slots__ = ("_num_read", "detokenizer", "index", "num_reported", "request", "seq")
+
+    def __init__(
+        self, request: "Request", index: int, seq: Sequence, detokenizer: Detokenizer | None
+    ) -> None:
+        self.request = request
+        self.index = index
+        self.seq = seq
+        self.detokenizer = detokenizer  # None: the caller wants token ids only
+        self.num_reported = 0  # output tokens that earlier deltas held
+        self._num_read = seq.num_tokens  # tokens that the text need not or did take in
+
+    def read_text(self) -> bool:
+        """Give the detokenizer the tokens it hasn't seen.
+
+        Returns:
+            Whether they complete a stop string, which then is what ended the sample.
+        """
+        seq, detokenizer = self.seq, self.detokenizer
+        if detokenizer is None or isinstance(seq.stop_reason, str):
+            return False
+        ends_with_stop_id = seq.finish_reason == "stop"  # the id itself is no part of the text
+        end = seq.num_tokens - ends_with_stop_id
+        while self._num_read < end:
+            stop = detokenizer.append(seq.token_ids[self._num_read])
+            self._num_read += 1
+            if stop is not None:
+                seq.finish_reason, seq.stop_reason = "stop", stop
+                return True
+        return False
+
+    def close_text(self, eos_token_ids: frozenset[int]) -> None:
+        """Read the rest of an ended sample's tokens and say what ended it."""
+        seq = self.seq
+        if not self.read_text() and self.detokenizer is not None:
+            stop = self.detokenizer.finish()
+            if stop is not None:
+                seq.finish_reason, seq.stop_reason = "stop", stop
+        if seq.finish_reason == "stop" and seq.stop_reason is None:
+            is_eos = seq.last_token in eos_token_ids and not self.request.params.ignore_eos
+            seq.stop_reason = None if is_eos else seq.last_token
+
+    def completion(self) -> CompletionOutput:
+        """The sample as it stands."""
+        text = self.detokenizer.text if self.detokenizer is not None else ""
+        return self._output(text, self.seq.output_token_ids)
+
+    def take_delta(self) -> CompletionOutput:
+        """What is new since the last delta."""
+        token_ids = self.seq.output_token_ids[self.num_reported :]
+        self.num_reported += len(token_ids)
+        text = self.detokenizer.take_delta() if self.detokenizer is not None else ""
+        return self._output(text, token_ids)
+
+    def _output(self, text: str, token_ids: list[int]) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=self.seq.finish_reason,  # type: ignore[arg-type]  # one of FinishReason
+            stop_reason=self.seq.stop_reason,
+        )
+
+
+class Request:
+    """A prompt on its way; only the engine writes to it."""
+
+    __slots__ = (
+        "arrival_time",
+        "first_token_time",
+        "num_unfinished",
+        "params",
+        "prompt",
+        "prompt_index",
+        "prompt_token_ids",
+        "request_id",
+        "samples",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        prompt_index: int | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.prompt_index = prompt_index  # place in its call
+        self.samples: list[Sample] = []
+        self.num_unfinished = params.n
+        self.arrival_time = time.monotonic()
+        self.first_token_time: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.num_unfinished == 0
+
+    def output(self, completions: list[CompletionOutput] | None = None) -> RequestOutput:
+        """The request as the user sees it: all samples whole, or the given parts of them."""
+        if completions is None:
+            completions = [sample.completion() for sample in self.samples]
+        first = self.samples[0].seq
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=completions,
+            finished=self.is_finished,
+            num_cached_tokens=first.num_prompt_cached_tokens or 0,
+            metrics=RequestMetrics(
+                arrival_time=self.arrival_time,
+                first_scheduled_time=first.first_scheduled_time,
+                first_token_time=self.first_token_time,
+                finished_time=time.monotonic() if self.is_finished else None,
+            ),
+            prompt_index=self.prompt_index,
+        )

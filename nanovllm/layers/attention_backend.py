@@ -1,0 +1,273 @@
+"""Who computes attention: flash-attn, our Triton kernels, or plain torch.
+
+A backend is two functions of one shape, one for the prefill lanes of a step and one for its decode
+lanes. Both read keys and values from the paged cache only. `select_backend` turns the user's wish
+into a backend or an error that says what the wish lacks.
+
+`torch` gathers each lane's blocks and calls scaled_dot_product_attention: it is the reference, runs
+everywhere and takes any block size. `flash_attn` is version 3 on Hopper GPUs if it is installed,
+else version 2. `triton` needs no compiled extension.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.utils.context import Context
+
+AttentionFn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Context, float], torch.Tensor]
+"""(q, k_cache, v_cache, context, scale) -> (tokens, heads, head_dim), q's shape."""
+
+# The decode gather of the torch backend works on groups of lanes of about this many elements.
+_GATHER_ELEMENTS = 1 << 24
+
+
+class AttentionBackend(NamedTuple):
+    """A pair of attention functions."""
+
+    prefill_name: str  # who runs prefill lanes, as reported by stats()
+    decode_name: str  # and decode lanes
+    prefill: AttentionFn
+    decode: AttentionFn
+    needs_plan: bool = False  # whether decode wants Context.decode_plan
+    is_capturable: bool = False  # whether decode may run inside a CUDA graph
+
+
+def select_backend(
+    wish: str, *, device: torch.device, dtype: torch.dtype, block_size: int, head_dim: int
+) -> AttentionBackend:
+    """Return the backend for `wish`: auto, flash_attn, triton or torch.
+
+    Raises:
+        ValueError: An explicit wish can't take the device, dtype, block size or head dimension.
+        ImportError: An explicit wish isn't installed.
+    """
+    if wish == "torch" or (wish == "auto" and device.type == "cpu"):
+        return torch_backend()
+    if device.type == "cpu":
+        raise ValueError(f"attention_backend={wish!r} needs a GPU: use 'torch' (or 'auto') on CPU")
+    if wish == "flash_attn":
+        return _flash_attn_backend(dtype, block_size, head_dim)
+    if wish == "triton":
+        return _triton_backend(dtype, block_size, head_dim)
+    return _best_backend(dtype, block_size, head_dim)
+
+
+def torch_backend() -> AttentionBackend:
+    """The reference, on any device."""
+    return AttentionBackend("torch", "torch", prefill_torch, decode_torch)
+
+
+def _best_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
+    """The measured best of what is installed and fits; see the README's performance notes."""
+    candidates: dict[str, AttentionBackend] = {}
+    for name, build in (("flash_attn", _flash_attn_backend), ("triton", _triton_backend)):
+        try:
+            candidates[name] = build(dtype, block_size, head_dim)
+        except (ImportError, ValueError):
+            continue  # not installed, or doesn't fit: auto never fails for that
+    if len(candidates) == 2:
+        flash, own = candidates["flash_attn"], candidates["triton"]
+        return own._replace(prefill_name=flash.prefill_name, prefill=flash.prefill)
+    return next(iter(candidates.values()), torch_backend())
+
+
+def prefill_torch(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+) -> torch.Tensor:
+    """Causal attention of prefill lanes, one lane at a time."""
+    out = torch.empty_like(q)
+    starts = context.cu_seqlens_q.tolist()
+    block_size = k_cache.shape[1]
+    for lane, context_len in enumerate(context.context_lens[: context.num_prefills].tolist()):
+        tokens = slice(starts[lane], starts[lane + 1])
+        blocks = context.block_tables[lane, : -(-context_len // block_size)].long()
+        k = k_cache[blocks].flatten(0, 1)[:context_len]  # (keys, kv_heads, head_dim)
+        v = v_cache[blocks].flatten(0, 1)[:context_len]
+        num_queries = tokens.stop - tokens.start
+        mask = None
+        if num_queries < context_len:
+            mask = torch.ones(num_queries, context_len, dtype=torch.bool, device=q.device)
+            mask = mask.tril(diagonal=context_len - num_queries)
+        out[tokens] = F.scaled_dot_product_attention(
+            q[tokens].transpose(0, 1),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=True,
+        ).transpose(0, 1)
+    return out
+
+
+def decode_torch(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, context: Context, scale: float
+) -> torch.Tensor:
+    """Attention of decode lanes, one query each, in groups of lanes that fit in memory."""
+    out = torch.empty_like(q)
+    context_lens = context.context_lens[context.num_prefills :]
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    num_blocks = -(-context.max_seqlen_k // block_size)
+    tables = context.block_tables[context.num_prefills :, :num_blocks].long()
+    # Columns beyond a lane's blocks are arbitrary: read its first block there, and mask it.
+    columns = torch.arange(num_blocks, device=q.device)
+    is_used = columns * block_size < context_lens.unsqueeze(1)
+    tables = torch.where(is_used, tables, tables[:, :1])
+    keys = torch.arange(num_blocks * block_size, device=q.device)
+    mask = keys < context_lens.unsqueeze(1)  # (lanes, keys)
+    lane_elements = num_blocks * block_size * num_kv_heads * head_dim
+    for lanes in torch.arange(len(q)).split(max(1, _GATHER_ELEMENTS // lane_elements)):
+        group = slice(int(lanes[0]), int(lanes[-1]) + 1)
+        k = k_cache[tables[group]].flatten(1, 2)  # (lanes, keys, kv_heads, head_dim)
+        v = v_cache[tables[group]].flatten(1, 2)
+        out[group] = F.scaled_dot_product_attention(
+            q[group].unsqueeze(2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask[group, None, None],
+            scale=scale,
+            enable_gqa=True,
+        ).squeeze(2)
+    return out
+
+
+def _flash_attn_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"attention_backend='flash_attn' needs bfloat16 or float16, not {dtype}")
+    if head_dim > 256 or head_dim % 8:
+        raise ValueError(
+            f"attention_backend='flash_attn' needs head_dim a multiple of 8 up to 256, not "
+            f"{head_dim}"
+        )
+    is_hopper = torch.cuda.get_device_capability()[0] == 9
+    if is_hopper and importlib.util.find_spec("flash_attn_interface") and block_size >= 16:
+        return _flash_attn_3()
+    if not importlib.util.find_spec("flash_attn"):
+        raise ImportError(
+            "attention_backend='flash_attn' needs flash-attn: pip install flash-attn, or use "
+            "attention_backend='triton'"
+        )
+    if block_size % 256:
+        raise ValueError(
+            f"flash-attn 2 needs kvcache_block_size a multiple of 256, not {block_size}: change "
+            "it or use attention_backend='triton'"
+        )
+    return _flash_attn_2()
+
+
+def _flash_attn_2() -> AttentionBackend:
+    from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+    def prefill(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        return flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            cu_seqlens_k=ctx.cu_seqlens_k,
+            max_seqlen_q=ctx.max_seqlen_q,
+            max_seqlen_k=ctx.max_seqlen_k,
+            softmax_scale=scale,
+            causal=True,
+            block_table=ctx.block_tables[: ctx.num_prefills],
+        )
+
+    def decode(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=ctx.context_lens[ctx.num_prefills :],
+            block_table=ctx.block_tables[ctx.num_prefills :],
+            softmax_scale=scale,
+            causal=True,
+        ).squeeze(1)
+
+    return AttentionBackend("flash_attn_2", "flash_attn_2", prefill, decode, is_capturable=True)
+
+
+def _flash_attn_3() -> AttentionBackend:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def prefill(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            cache_seqlens=ctx.context_lens[: ctx.num_prefills],
+            page_table=ctx.block_tables[: ctx.num_prefills],
+            cu_seqlens_q=ctx.cu_seqlens_q,
+            max_seqlen_q=ctx.max_seqlen_q,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+        )
+
+    def decode(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        return flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            k_cache,
+            v_cache,
+            cache_seqlens=ctx.context_lens[ctx.num_prefills :],
+            page_table=ctx.block_tables[ctx.num_prefills :],
+            softmax_scale=scale,
+            causal=True,
+        ).squeeze(1)
+
+    return AttentionBackend("flash_attn_3", "flash_attn_3", prefill, decode, is_capturable=True)
+
+
+def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
+    if not importlib.util.find_spec("triton"):
+        raise ImportError("attention_backend='triton' needs Triton (Linux only): pip install triton")
+    if block_size < 16 or block_size & (block_size - 1):
+        raise ValueError(
+            f"attention_backend='triton' needs kvcache_block_size a power of two of at least 16, "
+            f"not {block_size}"
+        )
+    from nanovllm.kernels.decode_attention import decode_attention
+    from nanovllm.kernels.prefill_attention import prefill_attention
+
+    def prefill(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        return prefill_attention(
+            q,
+            k_cache,
+            v_cache,
+            ctx.block_tables[: ctx.num_prefills],
+            ctx.cu_seqlens_q,
+            ctx.context_lens[: ctx.num_prefills],
+            ctx.max_seqlen_q,
+            scale,
+        )
+
+    def decode(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        assert ctx.decode_plan is not None, "the runner made no decode plan"
+        return decode_attention(
+            q,
+            k_cache,
+            v_cache,
+            ctx.block_tables[ctx.num_prefills :],
+            ctx.context_lens[ctx.num_prefills :],
+            scale,
+            ctx.decode_plan,
+        )
+
+    return AttentionBackend(
+        "triton", "triton", prefill, decode, needs_plan=True, is_capturable=True
+    )

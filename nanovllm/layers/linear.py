@@ -1,0 +1,243 @@
+"""Linear layers split over ranks.
+
+A matrix product can be cut in two ways. *Column parallel*: each rank holds some of the output
+features and nothing needs to be exchanged. *Row parallel*: each rank holds some of the input
+features and the partial products are summed over the ranks. Qwen3's attention and feed-forward
+each pair one of either kind, so a block costs two all-reduces.
+
+Each parameter carries its `weight_loader`, which copies this rank's slice of a checkpoint tensor
+into it; rank and size come from the Communicator given at construction, never from a look-up.
+
+Source: Shoeybi et al., Megatron-LM, 2019.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils.distributed import Communicator
+
+
+class LoadedTensor(Protocol):
+    """A checkpoint tensor whose parts can be read one by one; torch.Tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
+
+
+WeightLoader = Callable[[nn.Parameter, LoadedTensor, Hashable | None], None]
+
+
+def make_parameter(
+    *shape: int, dtype: torch.dtype, weight_loader: WeightLoader | None = None
+) -> nn.Parameter:
+    """An inference parameter that knows how to load itself."""
+    parameter = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    parameter.weight_loader = weight_loader or load_replicated  # type: ignore[attr-defined]
+    return parameter
+
+
+def load_replicated(param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None) -> None:
+    """Copy a whole checkpoint tensor."""
+    copy_checked(param.data, loaded, dim=0, start=0, length=loaded.shape[0])
+
+
+def copy_checked(
+    target: torch.Tensor, loaded: LoadedTensor, *, dim: int, start: int, length: int
+) -> None:
+    """Copy `loaded[start : start + length]` along `dim` into `target`.
+
+    Raises:
+        ValueError: The shapes don't match.
+    """
+    shape = list(loaded.shape)
+    if dim < len(shape) and start + length <= shape[dim]:
+        shape[dim] = length
+    if shape != list(target.shape):
+        raise ValueError(
+            f"shape {tuple(loaded.shape)} in the checkpoint doesn't fit: this rank's part must be "
+            f"{tuple(target.shape)}"
+        )
+    target.copy_(loaded.narrow(dim, start, length))
+
+
+def divide(total: int, parts: int, what: str) -> int:
+    """`total / parts`, or a ValueError that names what doesn't divide."""
+    if total % parts:
+        raise ValueError(f"{what} {total} can't be split evenly over {parts} ranks")
+    return total // parts
+
+
+class LinearBase(nn.Module):
+    """A weight (out_features, in_features) of this rank, and perhaps a bias."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = make_parameter(
+            out_features, in_features, dtype=dtype, weight_loader=self.weight_loader
+        )
+        self.bias = (
+            make_parameter(out_features, dtype=dtype, weight_loader=self.weight_loader)
+            if bias
+            else None
+        )
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
+    ) -> None:
+        """Copy this rank's part of a checkpoint tensor."""
+        load_replicated(param, loaded)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReplicatedLinear(LinearBase):
+    """Every rank holds the whole weight."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
+
+
+class ColumnParallelLinear(LinearBase):
+    """Each rank holds `out_features / size` output features."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
+    ) -> None:
+        self.tp = tp
+        shard = divide(out_features, tp.size, "output features")
+        super().__init__(in_features, shard, bias=bias, dtype=dtype)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
+    ) -> None:
+        length = param.shape[0]
+        copy_checked(param.data, loaded, dim=0, start=self.tp.rank * length, length=length)
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several column-parallel weights in one, side by side: one product instead of several.
+
+    A checkpoint tensor is one of them; its shard_id is its index in `out_features`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: list[int],
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
+    ) -> None:
+        self.tp = tp
+        self.shards = [divide(size, tp.size, "output features") for size in out_features]
+        super().__init__(in_features, sum(self.shards), bias=bias, dtype=dtype)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
+    ) -> None:
+        assert isinstance(shard_id, int), f"shard_id is {shard_id!r}, expected an index"
+        length = self.shards[shard_id]
+        target = param.data.narrow(0, sum(self.shards[:shard_id]), length)
+        copy_checked(target, loaded, dim=0, start=self.tp.rank * length, length=length)
+
+
+class QKVParallelLinear(LinearBase):
+    """Query, key and value projections in one weight, split by heads.
+
+    With fewer KV heads than ranks each KV head is held by size / num_kv_heads ranks. A checkpoint
+    tensor's shard_id is "q", "k" or "v".
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
+    ) -> None:
+        self.head_dim = head_dim
+        self.num_heads = divide(num_heads, tp.size, "num_attention_heads")
+        self.num_kv_heads = num_kv_heads_of_rank(num_kv_heads, tp.size)
+        self.kv_rank = tp.rank * num_kv_heads // tp.size if num_kv_heads < tp.size else tp.rank
+        self.q_rank = tp.rank
+        out_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
+        super().__init__(hidden_size, out_features, bias=bias, dtype=dtype)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
+    ) -> None:
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        offset, length, rank = {
+            "q": (0, q_size, self.q_rank),
+            "k": (q_size, kv_size, self.kv_rank),
+            "v": (q_size + kv_size, kv_size, self.kv_rank),
+        }[str(shard_id)]
+        target = param.data.narrow(0, offset, length)
+        copy_checked(target, loaded, dim=0, start=rank * length, length=length)
+
+
+def num_kv_heads_of_rank(num_kv_heads: int, size: int) -> int:
+    """KV heads that one of `size` ranks holds: its share, or one that other ranks hold too."""
+    if num_kv_heads >= size:
+        return divide(num_kv_heads, size, "num_key_value_heads")
+    divide(size, num_kv_heads, f"for {num_kv_heads} num_key_value_heads: ranks")
+    return 1
+
+
+class RowParallelLinear(LinearBase):
+    """Each rank holds `in_features / size` input features; the products are summed over ranks."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
+    ) -> None:
+        self.tp = tp
+        shard = divide(in_features, tp.size, "input features")
+        super().__init__(shard, out_features, bias=bias, dtype=dtype)
+
+    def weight_loader(
+        self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
+    ) -> None:
+        if param.dim() == 1:
+            load_replicated(param, loaded)
+            return
+        length = param.shape[1]
+        copy_checked(param.data, loaded, dim=1, start=self.tp.rank * length, length=length)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # The bias is added once, by rank 0, because the sum runs over all ranks.
+        bias = self.bias if self.tp.rank == 0 else None
+        return self.tp.all_reduce(F.linear(x, self.weight, bias))

@@ -1,0 +1,250 @@
+"""The facade: prompts in, answers out in the order of the prompts."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Items
+from contextlib import contextmanager
+from time import perf_counter
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.request import Prompt, Request
+from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, object]
+Params = SamplingParams | Items[SamplingParams] | None
+
+_PROGRESS_SECONDS = 0.2  # between updates of the bar's speeds
+
+
+class LLM:
+    """A model ready to answer batches of prompts.
+
+    Invariant: output i answers prompt i, and a call that fails leaves nothing queued.
+
+    Args:
+        model: Checkpoint folder, or a hub id that is in the local cache or can be downloaded.
+        **options: Fields of `nanovllm.config.Config`, checked there.
+
+    Raises:
+        ValueError, TypeError: The model or an option can't be used.
+    """
+
+    def __init__(self, model: str, **options: object) -> None:
+        self._lock = threading.Lock()
+        self.llm_engine = LLMEngine(Config.from_kwargs(str(model), **options))
+
+    def generate(
+        self,
+        prompts: Prompt | Items[Prompt],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts and return one output each, in their order.
+
+        Args:
+            prompts: A text, token ids, vLLM's dict of either, or a list of these.
+            sampling_params: One for all, or one for each prompt; None means SamplingParams().
+            use_tqdm: Show a progress bar with prefill and decode tokens per second.
+
+        Raises:
+            ValueError, TypeError: A prompt or its params can't be run; nothing has been queued.
+            RuntimeError: Other requests are queued, another thread is in a call, or the engine has
+                been closed.
+        """
+        with self._call():
+            requests = self._make_requests(as_prompt_list(prompts), sampling_params)
+            outputs = list(self._run(requests, use_tqdm=use_tqdm))
+        return sorted(outputs, key=lambda output: cast(int, output.prompt_index))
+
+    def chat(
+        self,
+        messages: Items[Message] | Items[Items[Message]],
+        sampling_params: Params = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, written out by the model's chat template.
+
+        Args:
+            messages: A conversation, [{"role": ..., "content": ...}, ...], or a list of these.
+            sampling_params: As in `generate`.
+            use_tqdm: As in `generate`.
+            add_generation_prompt: End with the beginning of the assistant's turn.
+            continue_final_message: Let the model go on with the last message instead.
+            chat_template_kwargs: Reach the template (Qwen3's enable_thinking).
+        """
+        tokenizer = self.llm_engine.tokenizer
+        if tokenizer is None:
+            raise ValueError("chat() needs a tokenizer: skip_tokenizer_init is True")
+        prompts = []
+        for conversation in as_conversation_list(messages):
+            text = tokenizer.apply_chat_template(
+                conversation,
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            # The template has put a BOS where there should be one.
+            token_ids = tokenizer.encode(text, add_special_tokens=False)
+            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Items[Prompt],
+        sampling_params: Params = None,
+        deltas: bool = False,
+    ) -> Iterator[RequestOutput]:
+        """Yield outputs as they finish, each with its `prompt_index`.
+
+        Args:
+            prompts: As in `generate`; checked when the iterator is first advanced.
+            sampling_params: As in `generate`.
+            deltas: Yield every step, with only the new text and token_ids; `.finished` on the last.
+
+        Closing the iterator aborts what still runs.
+        """
+        with self._call():
+            requests = self._make_requests(as_prompt_list(prompts), sampling_params)
+            yield from self._run(requests, deltas=deltas)
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """The Hugging Face tokenizer of the model."""
+        if self.llm_engine.tokenizer is None:
+            raise ValueError("there is no tokenizer: skip_tokenizer_init is True")
+        return self.llm_engine.tokenizer.get_tokenizer()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; a RuntimeError while requests run."""
+        self.llm_engine.reset_prefix_cache()
+
+    def stats(self) -> EngineStats:
+        """What the engine has done and what it runs on."""
+        return self.llm_engine.stats()
+
+    def exit(self) -> None:
+        """Stop and give memory back; calling it again does nothing."""
+        self.llm_engine.exit()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.exit()
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One call at a time, on an engine that has nothing else to do."""
+        self.llm_engine.check_usable()
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("another generate(), chat() or stream() is running on this LLM")
+        try:
+            if not self.llm_engine.is_finished():
+                raise RuntimeError("requests are queued: step() the engine to the end or abort them")
+            yield
+        finally:
+            self._lock.release()
+
+    def _make_requests(self, prompts: list[Prompt], params: Params) -> list[Request]:
+        if params is None:
+            params = SamplingParams()
+        wishes = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        for wish in wishes:
+            if not isinstance(wish, SamplingParams):
+                raise TypeError(f"sampling_params must be SamplingParams, not {wish!r}")
+        if len(wishes) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(wishes)} sampling_params")
+        return self.llm_engine.make_requests(prompts, wishes)
+
+    def _run(
+        self, requests: list[Request], *, deltas: bool = False, use_tqdm: bool = False
+    ) -> Iterator[RequestOutput]:
+        """Queue requests and yield outputs until all are done; abort them on the way out."""
+        engine = self.llm_engine
+        request_ids = [engine.add(request) for request in requests]
+        progress = _Progress(len(requests)) if use_tqdm else None
+        try:
+            while not engine.is_finished():
+                outputs = engine.step(deltas)
+                if progress is not None:
+                    progress.update(engine, len(outputs))
+                yield from outputs
+        finally:
+            if progress is not None:
+                progress.close()
+            for request_id in request_ids:
+                engine.abort(request_id)
+
+
+class _Progress:
+    """A bar over requests that shows prefill and decode speed."""
+
+    def __init__(self, num_requests: int) -> None:
+        self._bar = tqdm(total=num_requests, desc="Generating", dynamic_ncols=True)
+        self._last_step = self._last_shown = perf_counter()
+        self._speeds = {"Prefill": 0.0, "Decode": 0.0}  # tokens per second
+
+    def update(self, engine: LLMEngine, num_finished: int) -> None:
+        """Count finished requests, and the tokens of the step just processed."""
+        now = perf_counter()
+        seconds, self._last_step = now - self._last_step, now
+        counts = engine.last_step
+        if counts.num_prompt_tokens:
+            self._speeds["Prefill"] = counts.num_prompt_tokens / seconds
+        elif counts.num_decode_tokens:
+            self._speeds["Decode"] = counts.num_decode_tokens / seconds
+        if now - self._last_shown > _PROGRESS_SECONDS:
+            self._last_shown = now
+            self._show_speeds()
+        if num_finished:
+            self._bar.update(num_finished)
+
+    def close(self) -> None:
+        self._show_speeds()
+        self._bar.close()
+
+    def _show_speeds(self) -> None:
+        texts = {name: f"{speed:.0f}tok/s" for name, speed in self._speeds.items()}
+        self._bar.set_postfix(texts, refresh=False)
+
+
+def as_prompt_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+    """One prompt or many as a list: a str, a dict and a flat list of ints are one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim == 1 and prompts.dtype.kind in "iu" else list(prompts)
+    if not isinstance(prompts, Items):
+        raise TypeError(f"prompts must be a str, token ids or a list, not {type(prompts).__name__}")
+    if len(prompts) and all(isinstance(item, int | np.integer) for item in prompts):
+        return [cast(Prompt, prompts)]
+    return [cast(Prompt, prompt) for prompt in prompts]
+
+
+def as_conversation_list(
+    messages: Items[Message] | Items[Items[Message]],
+) -> list[Items[Message]]:
+    """One conversation or many as a list of conversations."""
+    if isinstance(messages, str) or not isinstance(messages, Items):
+        raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
+    if messages and isinstance(messages[0], Mapping):
+        return [cast(Items[Message], messages)]
+    return [cast(Items[Message], conversation) for conversation in messages]

@@ -1,0 +1,198 @@
+"""Qwen3, dense: the network and nothing else.
+
+Parameter names are the checkpoint's, once `packed_modules_mapping` has said which checkpoint
+tensors live side by side in one parameter. Activations are flat, (tokens, features), with no batch
+dimension: which token belongs to which sequence is in the step's Context.
+
+Source: Qwen3 Technical Report, 2025; transformers' Qwen3ForCausalLM for names and numerics.
+"""
+
+import torch
+from torch import nn
+
+from nanovllm.kernels.norm import qk_norm_rope_store, qk_norm_rope_store_torch
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.attention_backend import AttentionBackend
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
+from nanovllm.model_config import ModelConfig
+from nanovllm.utils.context import get_context
+from nanovllm.utils.distributed import Communicator
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with per-head norms on queries and keys."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        tp: Communicator,
+    ) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            config.head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            bias=config.attention_bias,
+            dtype=dtype,
+            tp=tp,
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            bias=config.attention_bias,
+            dtype=dtype,
+            tp=tp,
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
+        self.rotary_emb = rotary_emb
+        self.attn = Attention(config.head_dim, backend)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv_proj(hidden_states)
+        norm_rope_store = qk_norm_rope_store if qkv.is_cuda else qk_norm_rope_store_torch
+        q = norm_rope_store(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.q_norm.eps,
+            self.rotary_emb.cos_sin_cache,
+            positions,
+            self.attn.k_cache,
+            self.attn.v_cache,
+            get_context().slot_mapping,
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            self.qkv_proj.head_dim,
+        )
+        return self.o_proj(self.attn.attend(q))
+
+
+class Qwen3MLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, tp: Communicator) -> None:
+        super().__init__()
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, [config.intermediate_size] * 2, dtype=dtype, tp=tp
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, dtype=dtype, tp=tp
+        )
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and feed-forward, each on the normed residual stream."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary_emb: RotaryEmbedding,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        tp: Communicator,
+    ) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(config, rotary_emb, backend, dtype, tp)
+        self.mlp = Qwen3MLP(config, dtype, tp)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, dtype=dtype
+        )
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, layers, final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_model_len: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        tp: Communicator,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, tp=tp
+        )
+        rotary_emb = RotaryEmbedding(config.head_dim, max_model_len, config.rope_theta)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(config, rotary_emb, backend, dtype, tp)
+            for _ in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        return self.norm(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The network of a dense Qwen3 checkpoint, this rank's part of it.
+
+    Args:
+        config: The checkpoint's facts.
+        max_model_len: Positions that the rotary table must cover.
+        backend: Who computes attention.
+        dtype: Of parameters and activations.
+        tp: This rank and how many there are.
+    """
+
+    # checkpoint name -> (parameter name, shard_id of its weight_loader)
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        max_model_len: int,
+        backend: AttentionBackend,
+        dtype: torch.dtype,
+        tp: Communicator,
+    ) -> None:
+        super().__init__()
+        self.model = Qwen3Model(config, max_model_len, backend, dtype, tp)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, dtype=dtype, tp=tp)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """(tokens,) ids and positions to (tokens, hidden)."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """(tokens, hidden) to (lanes, this rank's vocabulary)."""
+        return self.lm_head(hidden_states)

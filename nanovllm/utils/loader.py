@@ -1,0 +1,166 @@
+"""Checkpoint files to parameters.
+
+A rank reads only the slices it keeps: a safetensors file is mapped into memory, and the parameter's
+`weight_loader` asks the tensor for the part it wants. Weights are only ever read from safetensors,
+which hold numbers and nothing that could be executed.
+
+Every parameter is written exactly once, or loading ends with an error that names it.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from nanovllm.layers.linear import LoadedTensor
+
+# In some checkpoints although they are computed, not learned.
+_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class FileTensor:
+    """A tensor in an open safetensors file, read part by part."""
+
+    def __init__(self, tensor_slice: object) -> None:
+        self._slice = tensor_slice
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self._slice.get_shape())  # type: ignore[attr-defined]
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
+        index = tuple(
+            slice(start, start + length) if i == dim else slice(None)
+            for i in range(len(self.shape))
+        )
+        return self._slice[index]  # type: ignore[index]
+
+
+def find_checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of its index, or all in the folder.
+
+    Raises:
+        ValueError: There are none, or the index is damaged or names one that is missing.
+    """
+    index_path = folder / "model.safetensors.index.json"
+    if index_path.is_file():
+        return _files_of_index(index_path)
+    files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file")
+    return files
+
+
+def _files_of_index(index_path: Path) -> list[Path]:
+    try:
+        names = set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
+        files = [index_path.parent / name for name in sorted(names)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index_path} is damaged: {error!r}") from error
+    for path in files:
+        if path.parent != index_path.parent:
+            raise ValueError(f"{index_path} names {path}, which is outside the folder")
+        if not path.is_file():
+            raise ValueError(f"{index_path} names {path.name}, which is missing")
+    return files
+
+
+def iterate_checkpoint(files: Iterable[Path]) -> Iterator[tuple[str, LoadedTensor]]:
+    """Yield every tensor of the files by name; valid until the next one is asked for.
+
+    Raises:
+        ValueError: A file is no safetensors file or is cut short.
+    """
+    for path in files:
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for name in file.keys():  # noqa: SIM118 - the file object is no dict
+                    yield name, FileTensor(file.get_slice(name))
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} can't be read as safetensors: {error}") from error
+
+
+def load_model(model: nn.Module, folder: Path) -> None:
+    """Write the checkpoint in `folder` into `model`'s parameters."""
+    load_weights(model, iterate_checkpoint(find_checkpoint_files(folder)))
+
+
+def load_weights(model: nn.Module, weights: Iterable[tuple[str, LoadedTensor]]) -> None:
+    """Write named checkpoint tensors into `model`'s parameters.
+
+    Args:
+        model: Its `packed_modules_mapping` says which tensors share a parameter.
+        weights: Names as in the checkpoint; order doesn't matter.
+
+    Raises:
+        ValueError: A tensor has no parameter or another shape, or a parameter is written twice or
+            never; the text names it.
+    """
+    params = dict(model.named_parameters())
+    mapping: dict[str, tuple[str, Hashable]] = model.packed_modules_mapping  # type: ignore[assignment]
+    written: Counter[tuple[str, Hashable]] = Counter()
+    for name, tensor in weights:
+        if name.endswith(_DERIVED_SUFFIXES) or _is_tied_copy(name, params):
+            continue
+        param_name, shard_id = _target_of(name, mapping)
+        param = params.get(param_name)
+        if param is None:
+            raise ValueError(f"checkpoint tensor {name} has no parameter in {type(model).__name__}")
+        if written[param_name, shard_id]:
+            raise ValueError(f"parameter {param_name} is written twice: {name} is a duplicate")
+        try:
+            param.weight_loader(param, tensor, shard_id)  # type: ignore[attr-defined]
+        except ValueError as error:
+            raise ValueError(f"checkpoint tensor {name}: {error}") from error
+        written[param_name, shard_id] += 1
+    _check_complete(params, mapping, written)
+
+
+def initialize_dummy(model: nn.Module, seed: int = 0) -> None:
+    """Fill the parameters with random numbers, on their device: the shape of a model, no files."""
+    for i, param in enumerate(model.parameters()):
+        if param.dim() == 1:
+            param.data.fill_(1.0)
+            continue
+        generator = torch.Generator(device=param.device).manual_seed(seed + i)
+        param.data.normal_(0.0, 0.02, generator=generator)
+
+
+def _is_tied_copy(name: str, params: dict[str, nn.Parameter]) -> bool:
+    """Whether `name` repeats a weight that this model shares: named_parameters lists those once."""
+    return name == "lm_head.weight" and name not in params
+
+
+def _target_of(
+    name: str, mapping: dict[str, tuple[str, Hashable]]
+) -> tuple[str, Hashable | None]:
+    """Parameter that a checkpoint tensor goes into, and the shard of it."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in mapping:
+            packed_name, shard_id = mapping[part]
+            return ".".join([*parts[:i], packed_name, *parts[i + 1 :]]), shard_id
+    return name, None
+
+
+def _check_complete(
+    params: dict[str, nn.Parameter],
+    mapping: dict[str, tuple[str, Hashable]],
+    written: Counter[tuple[str, Hashable]],
+) -> None:
+    shards_of: dict[str, list[Hashable]] = {}
+    for packed_name, shard_id in mapping.values():
+        shards_of.setdefault(packed_name, []).append(shard_id)
+    missing = []
+    for name in params:
+        module_name = name.split(".")[-2] if "." in name else name
+        for shard_id in shards_of.get(module_name, [None]):
+            if not written[name, shard_id]:
+                missing.append(name if shard_id is None else f"{name} (part {shard_id!r})")
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise ValueError(f"the checkpoint doesn't hold {', '.join(missing[:5])}{more}")
