@@ -23,6 +23,7 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.tp = tp
+        self.vocab_size = vocab_size
         self.shard_size = -(-vocab_size // tp.size)
         self.vocab_start = min(tp.rank * self.shard_size, vocab_size)
         self.num_rows = min(self.shard_size, vocab_size - self.vocab_start)  # without padding
@@ -35,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
-        copy_checked(param.data, loaded, dim=0, start=self.vocab_start, length=self.num_rows)
+        copy_checked(param.data, loaded, dim=0, start=self.vocab_start, total=self.vocab_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """(tokens,) ids to (tokens, hidden)."""

@@ -44,26 +44,30 @@ def make_parameter(
 
 def load_replicated(param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None) -> None:
     """Copy a whole checkpoint tensor."""
-    copy_checked(param.data, loaded, dim=0, start=0, length=loaded.shape[0])
+    copy_checked(param.data, loaded, dim=0, start=0, total=param.shape[0])
 
 
 def copy_checked(
-    target: torch.Tensor, loaded: LoadedTensor, *, dim: int, start: int, length: int
+    target: torch.Tensor, loaded: LoadedTensor, *, dim: int, start: int, total: int
 ) -> None:
-    """Copy `loaded[start : start + length]` along `dim` into `target`.
+    """Copy the part of `loaded` that begins at `start` of dimension `dim` into `target`.
+
+    Args:
+        target: This rank's part of a parameter.
+        loaded: The whole checkpoint tensor, or its reader.
+        dim: The dimension that ranks share out.
+        start: Where this rank's part begins.
+        total: Size of the whole in that dimension: a longer tensor must not load in part.
 
     Raises:
-        ValueError: The shapes don't match.
+        ValueError: The checkpoint tensor has another shape than the whole parameter.
     """
-    shape = list(loaded.shape)
-    if dim < len(shape) and start + length <= shape[dim]:
-        shape[dim] = length
-    if shape != list(target.shape):
+    expected = (*target.shape[:dim], total, *target.shape[dim + 1 :])
+    if tuple(loaded.shape) != expected:
         raise ValueError(
-            f"shape {tuple(loaded.shape)} in the checkpoint doesn't fit: this rank's part must be "
-            f"{tuple(target.shape)}"
+            f"its shape is {tuple(loaded.shape)}, config.json asks for {tuple(expected)}"
         )
-    target.copy_(loaded.narrow(dim, start, length))
+    target.copy_(loaded.narrow(dim, start, target.shape[dim]))
 
 
 def divide(total: int, parts: int, what: str) -> int:
@@ -133,8 +137,8 @@ class ColumnParallelLinear(LinearBase):
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
-        length = param.shape[0]
-        copy_checked(param.data, loaded, dim=0, start=self.tp.rank * length, length=length)
+        length, total = param.shape[0], param.shape[0] * self.tp.size
+        copy_checked(param.data, loaded, dim=0, start=self.tp.rank * length, total=total)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -162,7 +166,8 @@ class MergedColumnParallelLinear(LinearBase):
         assert isinstance(shard_id, int), f"shard_id is {shard_id!r}, expected an index"
         length = self.shards[shard_id]
         target = param.data.narrow(0, sum(self.shards[:shard_id]), length)
-        copy_checked(target, loaded, dim=0, start=self.tp.rank * length, length=length)
+        start, total = self.tp.rank * length, self.tp.size * length
+        copy_checked(target, loaded, dim=0, start=start, total=total)
 
 
 class QKVParallelLinear(LinearBase):
@@ -184,6 +189,7 @@ class QKVParallelLinear(LinearBase):
         bias: bool = False,
     ) -> None:
         self.head_dim = head_dim
+        self.total_sizes = {"q": num_heads * head_dim, "kv": num_kv_heads * head_dim}
         self.num_heads = divide(num_heads, tp.size, "num_attention_heads")
         self.num_kv_heads = num_kv_heads_of_rank(num_kv_heads, tp.size)
         self.kv_rank = tp.rank * num_kv_heads // tp.size if num_kv_heads < tp.size else tp.rank
@@ -195,13 +201,13 @@ class QKVParallelLinear(LinearBase):
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        offset, length, rank = {
-            "q": (0, q_size, self.q_rank),
-            "k": (q_size, kv_size, self.kv_rank),
-            "v": (q_size + kv_size, kv_size, self.kv_rank),
+        offset, length, rank, total = {
+            "q": (0, q_size, self.q_rank, self.total_sizes["q"]),
+            "k": (q_size, kv_size, self.kv_rank, self.total_sizes["kv"]),
+            "v": (q_size + kv_size, kv_size, self.kv_rank, self.total_sizes["kv"]),
         }[str(shard_id)]
         target = param.data.narrow(0, offset, length)
-        copy_checked(target, loaded, dim=0, start=rank * length, length=length)
+        copy_checked(target, loaded, dim=0, start=rank * length, total=total)
 
 
 def num_kv_heads_of_rank(num_kv_heads: int, size: int) -> int:
@@ -234,8 +240,8 @@ class RowParallelLinear(LinearBase):
         if param.dim() == 1:
             load_replicated(param, loaded)
             return
-        length = param.shape[1]
-        copy_checked(param.data, loaded, dim=1, start=self.tp.rank * length, length=length)
+        length, total = param.shape[1], param.shape[1] * self.tp.size
+        copy_checked(param.data, loaded, dim=1, start=self.tp.rank * length, total=total)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, by rank 0, because the sum runs over all ranks.

@@ -18,6 +18,8 @@ from torch import nn
 
 from nanovllm.layers.linear import LoadedTensor
 
+# Anything else is a quantized weight without the scales that give it meaning.
+_FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 # In some checkpoints although they are computed, not learned.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 
@@ -31,6 +33,11 @@ class FileTensor:
     @property
     def shape(self) -> torch.Size:
         return torch.Size(self._slice.get_shape())  # type: ignore[attr-defined]
+
+    @property
+    def dtype_name(self) -> str:
+        """As in the file's header: BF16, F16, F32, I8, ..."""
+        return str(self._slice.get_dtype())  # type: ignore[attr-defined]
 
     def narrow(self, dim: int, start: int, length: int) -> torch.Tensor:
         index = tuple(
@@ -59,7 +66,7 @@ def _files_of_index(index_path: Path) -> list[Path]:
     try:
         names = set(json.loads(index_path.read_text(encoding="utf-8"))["weight_map"].values())
         files = [index_path.parent / name for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index_path} is damaged: {error!r}") from error
     for path in files:
         if path.parent != index_path.parent:
@@ -79,9 +86,19 @@ def iterate_checkpoint(files: Iterable[Path]) -> Iterator[tuple[str, LoadedTenso
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 for name in file.keys():  # noqa: SIM118 - the file object is no dict
-                    yield name, FileTensor(file.get_slice(name))
+                    yield name, _open_tensor(name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} can't be read as safetensors: {error}") from error
+
+
+def _open_tensor(name: str, tensor_slice: object) -> FileTensor:
+    tensor = FileTensor(tensor_slice)
+    if tensor.dtype_name not in _FLOAT_DTYPES:
+        raise ValueError(
+            f"checkpoint tensor {name} holds {tensor.dtype_name}, expected one of "
+            f"{', '.join(_FLOAT_DTYPES)}: quantized checkpoints don't run here"
+        )
+    return tensor
 
 
 def load_model(model: nn.Module, folder: Path) -> None:
@@ -108,7 +125,7 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, LoadedTensor]]) 
             continue
         param_name, shard_id = _target_of(name, mapping)
         param = params.get(param_name)
-        if param is None:
+        if param is None or (shard_id is None and _is_packed(param_name, mapping)):
             raise ValueError(f"checkpoint tensor {name} has no parameter in {type(model).__name__}")
         if written[param_name, shard_id]:
             raise ValueError(f"parameter {param_name} is written twice: {name} is a duplicate")
@@ -135,9 +152,7 @@ def _is_tied_copy(name: str, params: dict[str, nn.Parameter]) -> bool:
     return name == "lm_head.weight" and name not in params
 
 
-def _target_of(
-    name: str, mapping: dict[str, tuple[str, Hashable]]
-) -> tuple[str, Hashable | None]:
+def _target_of(name: str, mapping: dict[str, tuple[str, Hashable]]) -> tuple[str, Hashable | None]:
     """Parameter that a checkpoint tensor goes into, and the shard of it."""
     parts = name.split(".")
     for i, part in enumerate(parts):
@@ -145,6 +160,11 @@ def _target_of(
             packed_name, shard_id = mapping[part]
             return ".".join([*parts[:i], packed_name, *parts[i + 1 :]]), shard_id
     return name, None
+
+
+def _is_packed(param_name: str, mapping: dict[str, tuple[str, Hashable]]) -> bool:
+    """Whether a parameter is filled from several checkpoint tensors, never from one of its name."""
+    return any(packed_name in param_name.split(".") for packed_name, _ in mapping.values())
 
 
 def _check_complete(
