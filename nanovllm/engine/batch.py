@@ -8,9 +8,9 @@ this step runs. The whole batch travels as one int32 array (`to_wire`, `from_wir
 array is the pinned buffer that is copied to the device, between processes the same bytes go through
 shared memory, and nothing is pickled.
 
-The rest of the module is the arithmetic that turns lanes into flat tokens: `flatten` and `slots_of`.
-A *slot* is the place of one token in the KV cache, block * block_size + offset; a slot_mapping is
-the list of slots that a step's new keys and values are stored to.
+The rest of the module is the arithmetic that turns lanes into flat tokens: `flatten`, `slots_of`. A
+*slot* is the place of one token in the KV cache, block * block_size + offset; a slot_mapping is the
+list of slots that a step's new keys and values are stored to.
 """
 
 from dataclasses import dataclass, field

@@ -171,7 +171,8 @@ class BlockManager:
 
         A block is full once its tokens are confirmed *and* the step that stores the last of them
         is launched: a token still in flight has no value to hash, and a slot nobody has written
-        must not be read.
+        must not be read. Worth asking after a prefill chunk, when the sequence takes a block, and
+        before it gives its blocks back.
         """
         if not self.enable_prefix_caching:
             return
@@ -196,8 +197,8 @@ class BlockManager:
         assert not free & used, f"both free and used: {free & used}"
         assert len(free) + len(used) == len(self.blocks), "blocks were lost"
         for block in self.blocks:
-            in_use = block.block_id in used
-            assert (block.ref_count > 0) == in_use, f"block {block.block_id}: {block.ref_count} refs"
+            is_used = block.block_id in used
+            assert (block.ref_count > 0) == is_used, f"{block.ref_count} refs: {block.block_id}"
         for hash, block_id in self.hash_to_block_id.items():
             assert self.blocks[block_id].hash == hash, f"stale hash of block {block_id}"
         if sequences is not None:

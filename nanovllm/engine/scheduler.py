@@ -13,6 +13,7 @@ settled, preempting and noticing that all is done: there `schedule` returns None
 processes the step in flight first.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -20,9 +21,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.batch import ScheduledBatch, new_row
+from nanovllm.engine.batch import NEW_BLOCK_WORDS, NEW_ROW_WORDS, ScheduledBatch, new_row
 from nanovllm.engine.block_manager import Admission, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
+
+_EMPTY = np.zeros(0, dtype=np.int32)
 
 
 class Step(NamedTuple):
@@ -32,10 +35,12 @@ class Step(NamedTuple):
     sequences: list[Sequence | None]  # by lane; None: the prompt isn't through, drop its token
 
 
-class _Lane(NamedTuple):
+class _Chunk(NamedTuple):
+    """What a prefill lane runs."""
+
     seq: Sequence
-    start: int  # position of the first token that runs
-    num_tokens: int
+    start: int  # position of its first token
+    token_ids: list[int]
 
 
 class Scheduler:
@@ -100,14 +105,9 @@ class Scheduler:
         Returns:
             The step, or None: process the step in flight first, or, without one, all is done.
         """
-        lanes = self._schedule_prefill()
-        if lanes:
-            return self._build_step(lanes, num_prefills=len(lanes))
-        decodes = self._schedule_decode(in_flight)
-        if decodes:
-            return self._build_step(decodes, num_prefills=0)
-        assert in_flight or self.is_finished(), "nothing to run while work remains"
-        return None
+        step = self._schedule_prefill() or self._schedule_decode(in_flight)
+        assert step or in_flight or self.is_finished(), "nothing to run while work remains"
+        return step
 
     def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
         """Confirm the tokens of a step and return the sequences that they finish.
@@ -115,15 +115,12 @@ class Scheduler:
         A sequence that ended since the step was launched takes no further token.
         """
         finished: list[Sequence] = []
-        block_size = self.block_manager.block_size
+        ended = SequenceStatus.FINISHED
         for seq, token_id in zip(step.sequences, token_ids, strict=True):
-            if seq is None or seq.status is SequenceStatus.FINISHED:
+            if seq is None or seq.status is ended:
                 continue
-            seq.num_pending -= 1
             seq.token_ids.append(token_id)
             num_tokens = len(seq.token_ids)
-            if num_tokens % block_size <= 1:
-                self.block_manager.hash_blocks(seq)
             if token_id in seq.stop_token_ids and num_tokens > seq.min_total_tokens:
                 seq.finish_reason = "stop"
             elif num_tokens >= seq.max_total_tokens:
@@ -151,7 +148,6 @@ class Scheduler:
             seq.finish_reason = seq.finish_reason or reason
             self._release(seq)
             seq.status = SequenceStatus.FINISHED
-            seq.num_pending = 0
         num_running = len(self.running)
         self.running = [seq for seq in self.running if seq not in ended]
         if num_running - len(self.running) < len(ended):
@@ -179,16 +175,18 @@ class Scheduler:
         assert all(seq.status is SequenceStatus.RUNNING for seq in self.running), "not running"
         for i, seq in enumerate(self.waiting):
             assert i == 0 or seq.row is None, f"{seq} waits, yet holds a row"
-        for seq in holders:
-            capacity = len(seq.block_table) * self.block_manager.block_size
-            assert seq.num_computed_tokens <= capacity, f"{seq}: tokens beyond its blocks"
-            num_known = seq.num_tokens + max(seq.num_pending - 1, 0)
-            assert seq.num_computed_tokens <= num_known, f"{seq}: more computed than sampled"
+        for seq in self.running:
+            assert 0 <= seq.num_pending <= 2, f"{seq} runs ahead of its tokens"
+            num_blocks = -(-seq.num_computed_tokens // seq.block_size)
+            assert num_blocks == len(seq.block_table), f"{seq} holds blocks before it needs them"
+        for seq in holders[len(self.running) :]:
+            assert seq.num_computed_tokens < seq.num_tokens, f"{seq} is through, yet waits"
+            assert seq.num_blocks == len(seq.block_table), f"{seq} lacks blocks of its prompt"
         self.block_manager.check_invariants(holders)
 
-    def _schedule_prefill(self) -> list[_Lane]:
+    def _schedule_prefill(self) -> Step | None:
         """Admit waiting prompts in order, as far as tokens, rows and blocks go."""
-        lanes: list[_Lane] = []
+        chunks: list[_Chunk] = []
         budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
@@ -197,19 +195,17 @@ class Scheduler:
                 if admission is None:
                     break
                 num_cached = len(admission.cached_block_ids) * seq.block_size
-                if lanes and seq.num_tokens - num_cached > budget:
+                if chunks and seq.num_tokens - num_cached > budget:
                     break  # only the first prompt of a step is chunked
                 self._admit(seq, admission)
-            elif lanes and seq.num_tokens - seq.num_computed_tokens > budget:
-                break
-            lane = self._advance_prefill(seq, budget)
-            lanes.append(lane)
-            budget -= lane.num_tokens
+            chunk = self._advance_prefill(seq, budget)
+            chunks.append(chunk)
+            budget -= len(chunk.token_ids)
             if seq.num_computed_tokens < seq.num_tokens:
                 break
             self.waiting.popleft()
             self.running.append(seq)
-        return lanes
+        return self._build_prefill(chunks) if chunks else None
 
     def _admission(self, seq: Sequence) -> Admission | None:
         return self.block_manager.can_allocate(seq) if self._free_rows else None
@@ -224,38 +220,53 @@ class Scheduler:
         self._new_rows.append(new_row(row, seq.temperature, seq.seed))
         self._new_blocks += [(row, i, block) for i, block in enumerate(seq.block_table)]
 
-    def _advance_prefill(self, seq: Sequence, budget: int) -> _Lane:
+    def _advance_prefill(self, seq: Sequence, budget: int) -> _Chunk:
         start = seq.num_computed_tokens
-        num_tokens = min(seq.num_tokens - start, budget)
-        seq.num_scheduled_tokens = num_tokens
-        seq.num_computed_tokens = start + num_tokens
+        token_ids = seq.token_ids[start : start + budget]
+        seq.num_scheduled_tokens = len(token_ids)
+        seq.num_computed_tokens = start + len(token_ids)
         # Published now, before the step has run: a prompt admitted next, in this same step, may
         # share these blocks, since every layer stores all lanes' keys before any lane attends.
         self.block_manager.hash_blocks(seq)
-        if seq.num_computed_tokens == seq.num_tokens:
-            seq.num_pending += 1
-        return _Lane(seq, start, num_tokens)
+        return _Chunk(seq, start, token_ids)
 
-    def _schedule_decode(self, in_flight: bool) -> list[_Lane]:
+    def _schedule_decode(self, in_flight: bool) -> Step | None:
         """One token for every running sequence that may have another.
 
         Decided before anything changes: if blocks are short, either the step in flight is
         processed first, which may free some, or sequences are preempted until the rest fit.
         """
-        blocks = self.block_manager
         while True:
-            runnable = [seq for seq in self.running if not seq.is_exhausted]
-            needy = [seq for seq in runnable if blocks.needs_block(seq)]
-            if len(needy) <= blocks.num_free_blocks:
+            # Those left out have their last token in flight: a count, so known beforehand.
+            decodes = [s for s in self.running if s.num_computed_tokens < s.max_stored_tokens]
+            starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
+            needy = self._needing_a_block(decodes, starts)
+            if len(needy) <= self.block_manager.num_free_blocks:
                 break
             if in_flight:
-                return []
+                return None
             self.preempt(self._victim())
         for seq in needy:
-            block_id = blocks.may_append(seq)
-            assert block_id is not None and seq.row is not None, f"{seq} got no block"
-            self._new_blocks.append((seq.row, len(seq.block_table) - 1, block_id))
-        return [self._advance_decode(seq) for seq in runnable]
+            self._append_block(seq)
+        for seq in decodes:
+            seq.num_computed_tokens += 1
+        return self._build_step(decodes, decodes, starts) if decodes else None
+
+    def _needing_a_block(self, decodes: list[Sequence], starts: np.ndarray) -> list[Sequence]:
+        """Those of `decodes` whose next token, at `starts`, begins a block.
+
+        `BlockManager.needs_block` for all of them at once: of 256 sequences about one needs a
+        block in a step, and asking each takes longer than the rest of `schedule`.
+        """
+        begins_block = starts % self.block_manager.block_size == 0
+        return [decodes[i] for i in np.flatnonzero(begins_block).tolist()]
+
+    def _append_block(self, seq: Sequence) -> None:
+        self.block_manager.hash_blocks(seq)
+        block_id = self.block_manager.may_append(seq)
+        assert block_id is not None, f"{seq} takes a block without need"
+        assert seq.row is not None, f"{seq} runs without a row"
+        self._new_blocks.append((seq.row, len(seq.block_table) - 1, block_id))
 
     def _victim(self) -> Sequence:
         """The latest admitted: a half-prefilled prompt before any that runs."""
@@ -263,35 +274,40 @@ class Scheduler:
             return self.waiting[0]
         return self.running[-1]
 
-    def _advance_decode(self, seq: Sequence) -> _Lane:
-        start = seq.num_computed_tokens
-        seq.num_scheduled_tokens = 1
-        seq.num_computed_tokens = start + 1
-        seq.num_pending += 1
-        return _Lane(seq, start, 1)
+    def _build_prefill(self, chunks: list[_Chunk]) -> Step:
+        token_ids = [chunk.token_ids for chunk in chunks]
+        return self._build_step(
+            [chunk.seq for chunk in chunks],
+            [chunk.seq if chunk.seq.num_pending else None for chunk in chunks],
+            np.array([chunk.start for chunk in chunks], dtype=np.int32),
+            np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
+            np.array(list(itertools.chain.from_iterable(token_ids)), dtype=np.int32),
+        )
 
-    def _build_step(self, lanes: list[_Lane], num_prefills: int) -> Step:
+    def _build_step(
+        self,
+        lanes: list[Sequence],
+        receivers: list[Sequence | None],
+        starts: np.ndarray,
+        num_tokens: np.ndarray = _EMPTY,
+        prompt_tokens: np.ndarray = _EMPTY,
+    ) -> Step:
         batch = ScheduledBatch(
-            rows=np.array([lane.seq.row for lane in lanes], dtype=np.int32),
-            starts=np.array([lane.start for lane in lanes], dtype=np.int32),
-            num_tokens=np.array([lane.num_tokens for lane in lanes[:num_prefills]], dtype=np.int32),
-            prompt_tokens=_prompt_tokens(lanes[:num_prefills]),
-            new_rows=np.array(self._new_rows, dtype=np.int32).reshape(-1, 4),
-            new_blocks=np.array(self._new_blocks, dtype=np.int32).reshape(-1, 3),
+            rows=np.array([seq.row for seq in lanes], dtype=np.int32),
+            starts=starts,
+            num_tokens=num_tokens,
+            prompt_tokens=prompt_tokens,
+            new_rows=np.array(self._new_rows, dtype=np.int32).reshape(-1, NEW_ROW_WORDS),
+            new_blocks=np.array(self._new_blocks, dtype=np.int32).reshape(-1, NEW_BLOCK_WORDS),
         )
         self._new_rows.clear()
         self._new_blocks.clear()
-        return Step(batch, [lane.seq if lane.seq.num_pending else None for lane in lanes])
+        return Step(batch, receivers)
 
     def _release(self, seq: Sequence) -> None:
+        self.block_manager.hash_blocks(seq)
         self.block_manager.deallocate(seq)
         if seq.row is None:
             return
         self._free_rows.append(seq.row)
         seq.row = None
-
-
-def _prompt_tokens(lanes: list[_Lane]) -> np.ndarray:
-    """The tokens that prefill lanes run, back to back."""
-    chunks = [lane.seq.token_ids[lane.start : lane.start + lane.num_tokens] for lane in lanes]
-    return np.array([token for chunk in chunks for token in chunk], dtype=np.int32)

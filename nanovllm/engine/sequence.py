@@ -4,11 +4,11 @@ A Sequence lives in the caller's process and is never sent to a rank: what a ran
 step is in `ScheduledBatch`. It is WAITING until it is admitted, RUNNING while it holds a device
 row and blocks, FINISHED at the end; only preemption takes it back from RUNNING to WAITING.
 
-Three counts tell where it stands, and keeping them apart is what makes overlapped scheduling
-simple. `token_ids` holds the *confirmed* tokens: their values are known here. `num_computed_tokens`
-counts the tokens whose keys and values are stored by a launched step. `num_pending` counts the
-launched steps whose token for this sequence isn't confirmed yet: at most 1 when a step is
-scheduled. `schedule` moves the last two, `postprocess` the first.
+Two facts tell where it stands, and keeping them apart is what makes overlapped scheduling simple.
+`token_ids` holds the *confirmed* tokens: their values are known here, and `postprocess` appends to
+them. `num_computed_tokens` counts the tokens whose keys and values are stored by a launched step,
+and `schedule` moves it. What lies between them is `num_pending`, the launched steps whose token
+for this sequence isn't confirmed yet: at most 1 when a step is scheduled.
 """
 
 from collections.abc import Sequence as Tokens
@@ -34,11 +34,11 @@ class Sequence:
         "content_id",
         "finish_reason",
         "first_scheduled_time",
+        "max_stored_tokens",
         "max_total_tokens",
         "min_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_pending",
         "num_prompt_cached_tokens",
         "num_prompt_tokens",
         "num_published_blocks",
@@ -72,6 +72,7 @@ class Sequence:
         self.token_ids = list(prompt_token_ids)  # confirmed tokens, the prompt first
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_total_tokens  # length at which it finishes
+        self.max_stored_tokens = max_total_tokens - 1  # nothing reads the keys of the last token
         self.min_total_tokens = self.num_prompt_tokens + min_tokens  # no stop before this length
         self.temperature = temperature
         self.seed = seed  # of its noise, 63 bits
@@ -81,8 +82,7 @@ class Sequence:
         self.row: int | None = None  # device row while it runs
         self.block_table: list[int] = []  # its blocks, in order; only grows while it runs
         self.num_computed_tokens = 0  # keys and values stored by a launched step
-        self.num_pending = 0  # launched steps whose token isn't confirmed
-        self.num_scheduled_tokens = 0  # of the latest step
+        self.num_scheduled_tokens = 0  # of its latest prefill chunk; a decode step runs one token
         self.num_cached_tokens = 0  # found in the prefix cache at the latest admission
         self.num_prompt_cached_tokens: int | None = None  # the same at the first; None before it
         self.first_scheduled_time: float | None = None  # time.monotonic() at the first admission
@@ -101,6 +101,15 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_pending(self) -> int:
+        """Launched steps whose token isn't confirmed.
+
+        Computing the newest token yields the next one, so a sequence with nothing in flight has
+        computed all its tokens but one, or, while its prompt isn't through, even fewer.
+        """
+        return max(self.num_computed_tokens + 1 - len(self.token_ids), 0)
 
     @property
     def num_blocks(self) -> int:
@@ -122,11 +131,6 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the tokens in flight are the last it may have: a count, so known beforehand."""
-        return len(self.token_ids) + self.num_pending >= self.max_total_tokens
 
     def block(self, i: int) -> list[int]:
         """Confirmed tokens of its i-th block."""
