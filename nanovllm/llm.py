@@ -158,7 +158,9 @@ class LLM:
             raise RuntimeError("another generate(), chat() or stream() is running on this LLM")
         try:
             if not self.llm_engine.is_finished():
-                raise RuntimeError("requests are queued: step() the engine to the end or abort them")
+                raise RuntimeError(
+                    "requests are queued: step() the engine to the end or abort them"
+                )
             yield
         finally:
             self._lock.release()
@@ -179,9 +181,10 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Queue requests and yield outputs until all are done; abort them on the way out."""
         engine = self.llm_engine
-        request_ids = [engine.add(request) for request in requests]
         progress = _Progress(len(requests)) if use_tqdm else None
         try:
+            for request in requests:
+                engine.add(request)
             while not engine.is_finished():
                 outputs = engine.step(deltas)
                 if progress is not None:
@@ -190,8 +193,8 @@ class LLM:
         finally:
             if progress is not None:
                 progress.close()
-            for request_id in request_ids:
-                engine.abort(request_id)
+            for request in requests:
+                engine.abort(request.request_id)
 
 
 class _Progress:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 
+_MAX_FLOAT = 1e38  # of rope_theta and epsilons: they are used in float32
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -46,7 +47,9 @@ class ModelConfig:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{path} is missing: {folder} is no checkpoint folder") from None
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except OSError as error:
+            raise ValueError(f"{path} can't be read: {error}") from error
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{path} must hold a JSON object, not {type(fields).__name__}")
@@ -102,6 +105,10 @@ def _refuse_unsupported(fields: dict[str, object]) -> None:
         raise ValueError("config.json: quantization_config: quantized checkpoints don't run here")
     if fields.get("use_sliding_window"):
         raise ValueError("config.json: use_sliding_window: sliding-window attention doesn't run")
+    layer_types = fields.get("layer_types") or []
+    kinds = layer_types if isinstance(layer_types, list) else [layer_types]
+    if any(kind != "full_attention" for kind in kinds):
+        raise ValueError(f"config.json: layer_types is {kinds}, only 'full_attention' runs here")
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act is {activation!r}, only 'silu' runs here")
@@ -121,18 +128,18 @@ def _rope_theta(fields: dict[str, object]) -> float:
         ValueError: It is nowhere, or two places disagree, or a real scaling is asked for.
     """
     found: dict[str, float] = {}
-    if "rope_theta" in fields:
+    if fields.get("rope_theta") is not None:
         found["rope_theta"] = _positive(fields, "rope_theta")
+    _refuse_partial_rotation(fields)
     for name in ("rope_parameters", "rope_scaling"):
         nested = fields.get(name)
         if nested is None:
             continue
         if not isinstance(nested, dict):
             raise ValueError(f"config.json: {name} must be an object, not {nested!r}")
-        kind = nested.get("rope_type", nested.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"config.json: rope scaling {kind!r} ({name}) is not supported")
-        if "rope_theta" in nested:
+        _refuse_rope_scaling(name, nested)
+        _refuse_partial_rotation(nested)
+        if nested.get("rope_theta") is not None:
             found[f"{name}.rope_theta"] = _positive(nested, "rope_theta")
     if not found:
         raise ValueError("config.json has no rope_theta (looked in rope_parameters, rope_scaling)")
@@ -141,8 +148,25 @@ def _rope_theta(fields: dict[str, object]) -> float:
     return next(iter(found.values()))
 
 
+def _refuse_rope_scaling(name: str, nested: dict[str, object]) -> None:
+    kinds = {nested[key] for key in ("rope_type", "type") if isinstance(nested.get(key), str)}
+    kinds -= {"default"}
+    has_factor = nested.get("factor") not in (None, 1, 1.0)
+    if kinds or has_factor:
+        kind = ", ".join(sorted(map(repr, kinds))) or f"factor {nested['factor']!r}"
+        raise ValueError(f"config.json: rope scaling {kind} ({name}) is not supported")
+
+
+def _refuse_partial_rotation(fields: dict[str, object]) -> None:
+    factor = fields.get("partial_rotary_factor")
+    if factor not in (None, 1, 1.0):
+        raise ValueError(f"config.json: partial_rotary_factor is {factor!r}, only 1.0 runs here")
+
+
 def _dtype(fields: dict[str, object]) -> str:
-    value = fields.get("dtype", fields.get("torch_dtype"))
+    value = fields.get("dtype")
+    if value is None:
+        value = fields.get("torch_dtype")
     # A config object made in Python may hold a torch.dtype, which prints as torch.bfloat16.
     name = str(value).removeprefix("torch.")
     if value is None:
@@ -152,9 +176,7 @@ def _dtype(fields: dict[str, object]) -> str:
     return name
 
 
-def _int(
-    fields: dict[str, object], name: str, default: int | None = None, *, maximum: int
-) -> int:
+def _int(fields: dict[str, object], name: str, default: int | None = None, *, maximum: int) -> int:
     value = fields.get(name)
     if value is None:
         value = default
@@ -167,7 +189,7 @@ def _int(
 
 def _positive(fields: dict[str, object], name: str, default: float | None = None) -> float:
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < _MAX_FLOAT:
         raise ValueError(f"config.json: {name} is {value!r}, it must be a positive number")
     return float(value)
 

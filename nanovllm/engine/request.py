@@ -47,16 +47,29 @@ def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list
     """Check token ids and return them as a list of ints; see `parse_prompt`."""
     if not isinstance(token_ids, Items | np.ndarray):
         raise TypeError(f"a prompt is a str, token ids or a dict, not {type(token_ids).__name__}")
-    array = np.asarray(token_ids)
-    if array.size == 0:
+    if len(token_ids) == 0:
         raise ValueError("the prompt is empty: it needs at least one token")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TypeError(f"token ids must be a flat list of ints, not {array.dtype} {array.shape}")
+    array = _int_array(token_ids)
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= vocab_size:
         bad = low if low < 0 else high
         raise ValueError(f"token id {bad} is outside the vocabulary: 0..{vocab_size - 1}")
     return array.tolist()
+
+
+def _int_array(token_ids: Items[int] | np.ndarray) -> np.ndarray:
+    """Token ids as a flat array of ints: Python's own where one is too large for numpy's."""
+    if isinstance(token_ids, str):
+        raise TypeError("token ids must be a flat list of ints, not a str")
+    try:
+        array = np.asarray(token_ids)
+    except ValueError as error:  # lists of different lengths
+        raise TypeError(f"token ids must be a flat list of ints: {error}") from error
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return array
+    if array.ndim == 1 and all(type(token_id) is int for token_id in token_ids):
+        return np.asarray(token_ids, dtype=object)
+    raise TypeError(f"token ids must be a flat list of ints, not {array.dtype} {array.shape}")
 
 
 def _parse_mapping(prompt: Mapping[str, object], vocab_size: int) -> ParsedPrompt:

@@ -13,10 +13,14 @@ def resolve_model_folder(model: str) -> Path:
     Raises:
         ValueError: It is neither; the text says what is expected.
     """
-    path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(model).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # no such user, a name that is too long
+        raise ValueError(f"{model} is no path: {error}") from error
+    if is_folder:
         return path
-    if path.suffix == ".gguf" or path.is_file():
+    if path.suffix == ".gguf" or is_file:
         raise ValueError(
             f"{model} is a file: expected a folder with config.json and .safetensors files "
             "(GGUF and single-file checkpoints don't run here)"
