@@ -1,16 +1,18 @@
 """Filters, penalties, bias and bans against transformers' processors on the same logits."""
 
-import numpy as np
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from nanovllm.kernels.sampling import sample_torch
 from nanovllm.layers import logits as logits_module
 from nanovllm.layers.logits import (
+    History,
     LogitsParams,
     LogitsRow,
     compute_logprobs,
-    ends_with,
     process_logits,
 )
 from nanovllm.sampling_params import SamplingParams
@@ -23,9 +25,31 @@ def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 4
 
 
-def run(logits: torch.Tensor, *rows: LogitsRow | SamplingParams) -> torch.Tensor:
-    rows = [row if isinstance(row, LogitsRow) else LogitsRow(row) for row in rows]
-    return process_logits(logits, LogitsParams.of(rows, logits.shape[-1]))
+class Seen(NamedTuple):
+    """A row and its tokens so far."""
+
+    params: SamplingParams
+    prompt: Sequence[int] = ()
+    output: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+
+
+def gather(rows: Sequence[Seen], vocab: int, device: str = "cpu") -> tuple[LogitsParams, History]:
+    fixed = [LogitsRow(r.params, len(r.prompt), r.stop_token_ids, r.bad_words) for r in rows]
+    seen = [[*row.prompt, *row.output] for row in rows]
+    width = max(map(len, seen)) + 2  # what lies behind a row's tokens must not count
+    token_ids = [tokens + [1] * (width - len(tokens)) for tokens in seen]
+    history = History(
+        torch.tensor([len(tokens) for tokens in seen], device=device),
+        torch.tensor(token_ids, dtype=torch.int32, device=device),
+    )
+    return LogitsParams.of(fixed, vocab, device), history
+
+
+def run(logits: torch.Tensor, *rows: Seen | SamplingParams) -> torch.Tensor:
+    rows = [row if isinstance(row, Seen) else Seen(row) for row in rows]
+    return process_logits(logits, *gather(rows, logits.shape[-1]))
 
 
 def kept(logits: torch.Tensor) -> torch.Tensor:
@@ -158,7 +182,7 @@ def test_repetition_penalty_equals_transformers():
     prompts, outputs = [[3, 4, 4, 9], [1, 2, 3, 4]], [[4, 7, 11], [0, 0, 499]]
     params = SamplingParams(repetition_penalty=1.3)
     rows = [
-        LogitsRow(params, prompt_token_ids=p, output_token_ids=np.array(o))
+        Seen(params, prompt=p, output=o)
         for p, o in zip(prompts, outputs, strict=True)
     ]
     seen = torch.tensor([p + o for p, o in zip(prompts, outputs, strict=True)])
@@ -168,7 +192,7 @@ def test_repetition_penalty_equals_transformers():
 
 def test_presence_and_frequency_penalties_count_the_output_alone():
     params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
-    row = LogitsRow(params, prompt_token_ids=[1, 1, 1], output_token_ids=[2, 2, 3])
+    row = Seen(params, prompt=[1, 1, 1], output=[2, 2, 3])
     logits = random_logits(1, vocab=5)
     expected = logits - torch.tensor([[0.0, 0.0, 0.25 * 2 + 0.5, 0.25 + 0.5, 0.0]])
     torch.testing.assert_close(run(logits, row), expected, rtol=0, atol=1e-6)
@@ -176,7 +200,7 @@ def test_presence_and_frequency_penalties_count_the_output_alone():
 
 def test_penalties_leave_other_rows_alone():
     logits = random_logits(3)
-    penalized = LogitsRow(SamplingParams(repetition_penalty=2.0), output_token_ids=[5])
+    penalized = Seen(SamplingParams(repetition_penalty=2.0), output=[5])
     output = run(logits, SamplingParams(top_k=VOCAB), penalized, SamplingParams())
     assert torch.equal(output[[0, 2]], logits[[0, 2]])
     assert (output[1] != logits[1]).nonzero()[:, 0].tolist() == [5]
@@ -185,7 +209,7 @@ def test_penalties_leave_other_rows_alone():
 def test_many_penalized_rows_are_done_in_pieces(monkeypatch):
     logits = random_logits(5)
     rows = [
-        LogitsRow(SamplingParams(frequency_penalty=0.1 * i), output_token_ids=[i, i, 7])
+        Seen(SamplingParams(frequency_penalty=0.1 * i), output=[i, i, 7])
         for i in range(5)
     ]
     expected = run(logits, *rows)
@@ -205,7 +229,7 @@ def test_logit_bias_is_added():
 def test_order_is_bias_then_penalties_then_filters():
     logits = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
     params = SamplingParams(logit_bias={0: 9.0}, repetition_penalty=2.0, top_k=2)
-    row = LogitsRow(params, prompt_token_ids=[0, 3])
+    row = Seen(params, prompt=[0, 3])
     assert run(logits, row).tolist() == [[5.0, -torch.inf, 3.0, -torch.inf]]
 
 
@@ -215,17 +239,9 @@ def test_bad_words_equal_transformers():
     params = SamplingParams(bad_words=["given as ids below"])
     for output_ids in ([5], [1, 2], [2, 1, 2], [9], [9, 9], [6, 5, 1], [2]):
         logits = random_logits(1, vocab=12)
-        row = LogitsRow(params, bad_words=words, output_token_ids=output_ids)
+        row = Seen(params, bad_words=words, output=output_ids)
         expected = processor(torch.tensor([output_ids]), logits.clone())
         assert torch.equal(run(logits, row), expected)
-
-
-def test_ends_with():
-    assert ends_with([1, 2, 3], [2, 3])
-    assert ends_with(np.array([1, 2, 3]), [])
-    assert ends_with([], [])
-    assert not ends_with([3], [2, 3])
-    assert not ends_with([1, 2, 3], [1, 2])
 
 
 @pytest.mark.parametrize("min_tokens", [0, 1, 2, 5])
@@ -237,20 +253,23 @@ def test_stop_tokens_are_out_until_they_would_be_the_min_tokens_th(min_tokens):
     )
     for num_output_tokens in range(7):
         logits = random_logits(1, vocab=10)
-        row = LogitsRow(params, num_output_tokens=num_output_tokens, stop_token_ids=[2, 6])
+        row = Seen(params, [1, 1, 1], [1] * num_output_tokens, stop_token_ids=[2, 6])
         history = torch.zeros(1, 3 + num_output_tokens, dtype=torch.int64)
         assert torch.equal(run(logits, row), processor(history, logits.clone()))
 
 
-def test_params_say_whether_the_next_token_changes_them():
-    def depends(row: LogitsRow) -> bool:
-        return LogitsParams.of([LogitsRow(SamplingParams()), row], VOCAB).depends_on_tokens
+def test_bad_words_begin_in_the_output():
+    words = [[5, 6, 7], [6, 8], [6, 7, 9]]
+    row = Seen(SamplingParams(), prompt=[4, 5], output=[6], bad_words=words)
+    output = run(random_logits(1, vocab=12), row)
+    assert (~kept(output))[0].nonzero()[:, 0].tolist() == [8]
 
-    assert not depends(LogitsRow(SamplingParams(top_k=3, logit_bias={1: 1.0}, logprobs=1)))
-    assert depends(LogitsRow(SamplingParams(frequency_penalty=0.1)))
-    assert depends(LogitsRow(SamplingParams(bad_words=["x"]), bad_words=[[1, 2]]))
-    assert depends(LogitsRow(SamplingParams(min_tokens=3), num_output_tokens=1))
-    assert not depends(LogitsRow(SamplingParams(min_tokens=3), num_output_tokens=2))
+
+def test_rows_say_whether_their_tokens_count():
+    assert not LogitsRow(SamplingParams(top_k=3, logit_bias={1: 1.0}, min_tokens=3)).needs_history
+    assert not LogitsRow(SamplingParams(), bad_words=[[1]]).needs_history
+    assert LogitsRow(SamplingParams(frequency_penalty=0.1)).needs_history
+    assert LogitsRow(SamplingParams(), bad_words=[[1], [1, 2]]).needs_history
 
 
 @pytest.mark.parametrize("num_top", [0, 1, 5, -1, VOCAB + 1])
@@ -291,7 +310,7 @@ def test_draws_follow_the_renormalized_distribution(fields):
     """Chi-square over 30,000 draws at consecutive positions of one seed."""
     num_draws, logits = 30_000, random_logits(1, vocab=40) / 4
     params = SamplingParams(temperature=0.8, **fields)
-    processed = run(logits, LogitsRow(params, output_token_ids=[1, 3, 5]))
+    processed = run(logits, Seen(params, output=[1, 3, 5]))
     drawn = sample_torch(
         processed.expand(num_draws, -1),
         torch.full((num_draws,), 0.8),
@@ -311,10 +330,10 @@ def test_draws_follow_the_renormalized_distribution(fields):
 @pytest.mark.gpu
 def test_cuda_keeps_the_same_sets():
     params = [SamplingParams(temperature=0.8, **fields) for fields in FILTERS]
-    rows = [LogitsRow(p, output_token_ids=[1, 2]) for p in params]
-    rows.append(LogitsRow(SamplingParams(repetition_penalty=1.5), output_token_ids=[3, 3]))
+    rows = [Seen(p, output=[1, 2]) for p in params]
+    rows.append(Seen(SamplingParams(repetition_penalty=1.5), output=[3, 3]))
     logits = random_logits(len(rows), vocab=151_936)
-    expected = process_logits(logits, LogitsParams.of(rows, logits.shape[-1]))
-    actual = process_logits(logits.cuda(), LogitsParams.of(rows, logits.shape[-1], "cuda"))
+    expected = process_logits(logits, *gather(rows, logits.shape[-1]))
+    actual = process_logits(logits.cuda(), *gather(rows, logits.shape[-1], "cuda"))
     assert torch.equal(kept(actual).cpu(), kept(expected))
     torch.testing.assert_close(actual.cpu(), expected, rtol=0, atol=1e-5)

@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from nanovllm.sampling_params import SamplingParams
@@ -38,34 +37,24 @@ FLOAT32_EPS = 2.0**-23
 
 @dataclass(frozen=True, slots=True)
 class LogitsRow:
-    """One row's request and what it has seen so far; what isn't needed may stay empty."""
+    """What one row asks for, the same at each of its steps."""
 
     params: SamplingParams
-    num_output_tokens: int = 0  # drawn so far, one in flight included
+    num_prompt_tokens: int = 0  # tokens from there on are its output
     stop_token_ids: Iterable[int] = ()  # all that end it, eos included: out before min_tokens
     bad_words: Sequence[Sequence[int]] = ()  # token sequences; see Tokenizer.encode_bad_words
-    prompt_token_ids: Sequence[int] | np.ndarray = ()  # for the repetition penalty
-    output_token_ids: Sequence[int] | np.ndarray = ()  # for penalties and bad words
 
-    def banned(self) -> set[int]:
-        """Return the token ids that may not be drawn now."""
-        banned = {
-            word[-1]
-            for word in self.bad_words
-            if ends_with(self.output_token_ids, word[: len(word) - 1])
-        }
-        # The token to be drawn is number num_output_tokens + 1, and may be the last at min_tokens.
-        if self.num_output_tokens + 1 < self.params.min_tokens:
-            banned.update(self.stop_token_ids)
-        return banned
+    @property
+    def needs_history(self) -> bool:
+        """Whether the tokens seen so far count, not only how many they are."""
+        return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
-def ends_with(token_ids: Sequence[int] | np.ndarray, ending: Sequence[int]) -> bool:
-    """Return whether the last tokens are `ending`; every sequence ends with the empty one."""
-    start = len(token_ids) - len(ending)
-    return start >= 0 and all(
-        int(token_ids[start + i]) == token_id for i, token_id in enumerate(ending)
-    )
+class History(NamedTuple):
+    """What the rows of a step have seen so far, on their device."""
+
+    num_tokens: torch.Tensor  # (rows,) int: prompt and output, a token in flight included
+    token_ids: torch.Tensor  # (rows, width) int, the tokens first; width 0: no row needs_history
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,22 +68,40 @@ class FilterGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Penalties:
-    """Penalties of the rows that have any, and the tokens that they are about."""
+    """Penalties of the rows that have any."""
 
     rows: torch.Tensor  # (penalized,) int64: row in the batch
     repetition: torch.Tensor  # (penalized, 1) float32; 1 = off
     frequency: torch.Tensor  # (penalized, 1) float32
     presence: torch.Tensor  # (penalized, 1) float32
-    prompt_tokens: torch.Tensor  # (n,) int64: place in `rows` * vocab_size + token id
-    output_tokens: torch.Tensor  # (m,) int64: the same
+    num_prompt_tokens: torch.Tensor  # (penalized, 1) int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlyStops:
+    """Token ids that would end a row before its min_tokens."""
+
+    rows: torch.Tensor  # (n,) int64: row in the batch
+    places: torch.Tensor  # (n,) int64: row * vocab_size + token id
+    min_total_tokens: torch.Tensor  # (n,) int64: prompt and output; out while there are fewer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BadWords:
+    """Last tokens of bad words, each out where the row's output ends in the tokens before it."""
+
+    rows: torch.Tensor  # (n,) int64: row in the batch
+    places: torch.Tensor  # (n,) int64: row * vocab_size + last token id
+    beginnings: torch.Tensor  # (n, longest) int64: the tokens before the last; -1 = none, in front
+    num_prompt_tokens: torch.Tensor  # (n, 1) int64: a word begins in the output
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsParams:
-    """What one step does to the logits of its rows, on their device.
+    """What steps do to the logits of their rows, on their device.
 
-    `of` builds it. As long as the rows of a batch stay and `depends_on_tokens` is False, it
-    may be used again in the next step.
+    `of` builds it. It holds for as long as the rows of a batch stay: what changes from step to step
+    is their History.
     """
 
     temperatures: torch.Tensor  # (rows,) float32; 1 for greedy rows, which no filter concerns
@@ -103,10 +110,11 @@ class LogitsParams:
     min_p: torch.Tensor | None  # (rows,) float32; 0 = off; None = off in all rows
     filter_groups: tuple[FilterGroup, ...]
     banned: torch.Tensor | None  # (n,) int64: row * vocab_size + token id, drawn by no means
+    early_stops: EarlyStops | None
+    bad_words: BadWords | None
     biased: torch.Tensor | None  # (n,) int64: row * vocab_size + token id
     biases: torch.Tensor | None  # (n,) float32: added there
     penalties: tuple[Penalties, ...]
-    depends_on_tokens: bool  # whether the next token changes any of this
 
     @classmethod
     def of(
@@ -126,7 +134,6 @@ class LogitsParams:
             for token_id, bias in p.logit_bias
             if token_id < vocab_size
         ]
-        banned = [(i, token_id) for i, row in enumerate(rows) for token_id in row.banned()]
         penalized = [i for i, p in enumerate(params) if p.has_penalties]
         return cls(
             temperatures=filters[:, 0].float(),
@@ -134,18 +141,21 @@ class LogitsParams:
             top_p=filters[:, 1],
             min_p=filters[:, 2].float() if has_min_p else None,
             filter_groups=_filter_groups(params, top_k, vocab_size, device),
-            banned=_places(banned, vocab_size, device),
+            banned=_always_banned(rows, vocab_size, device),
+            early_stops=_early_stops(rows, vocab_size, device),
+            bad_words=_bad_words(rows, vocab_size, device),
             biased=_places([entry[:2] for entry in biases], vocab_size, device),
             biases=_float32([entry[2] for entry in biases], device) if biases else None,
             penalties=tuple(
-                _penalties(rows, indices, vocab_size, device)
+                _penalties(rows, indices, device)
                 for indices in _pieces(penalized, ROWS_PER_PENALTY)
             ),
-            depends_on_tokens=any(_depends_on_tokens(row) for row in rows),
         )
 
 
-def process_logits(logits: torch.Tensor, params: LogitsParams) -> torch.Tensor:
+def process_logits(
+    logits: torch.Tensor, params: LogitsParams, history: History
+) -> torch.Tensor:
     """Return the logits that each row may draw from: float32, -inf where a token is out.
 
     Temperature decides what the filters keep, but isn't applied: the sampler does that. The input
@@ -154,22 +164,54 @@ def process_logits(logits: torch.Tensor, params: LogitsParams) -> torch.Tensor:
     Args:
         logits: (rows, vocab), any float dtype; the whole vocabulary, not one rank's part.
         params: of the same rows.
+        history: of the same rows.
     """
     logits = logits.to(torch.float32, copy=True)
     flat = logits.view(-1)
     if params.banned is not None:
         flat.index_fill_(0, params.banned, -torch.inf)
+    if params.bad_words is not None:
+        _ban_where(flat, params.bad_words.places, would_complete(params.bad_words, history))
+    if params.early_stops is not None:
+        _ban_where(flat, params.early_stops.places, is_early(params.early_stops, history))
     if params.biased is not None and params.biases is not None:
         flat.index_add_(0, params.biased, params.biases)
     for penalties in params.penalties:
-        penalized = apply_penalties(logits[penalties.rows], penalties)
+        penalized = apply_penalties(logits[penalties.rows], penalties, history)
         logits.index_copy_(0, penalties.rows, penalized)
     if params.min_p is not None or params.filter_groups:
         logits.masked_fill_(logits < filter_cutoffs(logits, params)[:, None], -torch.inf)
     return logits
 
 
-def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+def _ban_where(flat: torch.Tensor, places: torch.Tensor, is_banned: torch.Tensor) -> None:
+    # Added, not assigned: several words may end in one token, of which any may forbid it.
+    zero = torch.zeros((), device=flat.device)
+    flat.index_add_(0, places, torch.where(is_banned, -torch.inf, zero))
+
+
+def is_early(stops: EarlyStops, history: History) -> torch.Tensor:
+    """Return (n,) bool: whether to stop now would be before min_tokens.
+
+    The token to be drawn is one more than there are, and may be the last at min_tokens.
+    """
+    return history.num_tokens[stops.rows] + 1 < stops.min_total_tokens
+
+
+def would_complete(words: BadWords, history: History) -> torch.Tensor:
+    """Return (n,) bool: whether the row's output ends in all of a word but its last token."""
+    longest = words.beginnings.shape[1]
+    offsets = torch.arange(longest, 0, -1, device=words.rows.device)
+    positions = history.num_tokens[words.rows].long()[:, None] - offsets  # (n, longest)
+    is_output = positions >= words.num_prompt_tokens
+    seen = history.token_ids[words.rows[:, None], positions.clamp(min=0)]
+    matches = ((seen == words.beginnings) & is_output) | (words.beginnings < 0)
+    return matches.all(dim=-1)
+
+
+def apply_penalties(
+    logits: torch.Tensor, penalties: Penalties, history: History
+) -> torch.Tensor:
     """Return (penalized, vocab) logits with repetition, then frequency and presence penalties.
 
     Repetition divides positive logits and multiplies negative ones, for tokens of prompt and
@@ -177,19 +219,22 @@ def apply_penalties(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
 
     Source: CTRL (Keskar et al. 2019) for repetition, OpenAI's API for the others, as in vLLM.
     """
-    counts = _count(penalties.output_tokens, logits)
-    is_in_output = counts > 0
-    is_seen = is_in_output | (_count(penalties.prompt_tokens, logits) > 0)
+    token_ids = history.token_ids[penalties.rows].long()  # (penalized, width)
+    places = torch.arange(token_ids.shape[1], device=logits.device)
+    is_there = places < history.num_tokens[penalties.rows, None]
+    counts = _count(token_ids, is_there & (places >= penalties.num_prompt_tokens), logits)
+    is_seen = _count(token_ids, is_there, logits) > 0
     factor = torch.where(is_seen, penalties.repetition, 1.0)
     logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - penalties.frequency * counts - penalties.presence * is_in_output
+    return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
 
 
-def _count(places: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _count(
+    token_ids: torch.Tensor, is_counted: torch.Tensor, logits: torch.Tensor
+) -> torch.Tensor:
     # Integers, so that the order of additions changes nothing.
-    counts = torch.zeros(logits.numel(), dtype=torch.int32, device=logits.device)
-    counts.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
-    return counts.view(logits.shape)
+    counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
+    return counts.scatter_add_(1, token_ids, is_counted.int())
 
 
 def filter_cutoffs(logits: torch.Tensor, params: LogitsParams) -> torch.Tensor:
@@ -302,11 +347,6 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     )
 
 
-def _depends_on_tokens(row: LogitsRow) -> bool:
-    waits_for_min_tokens = row.num_output_tokens + 1 < row.params.min_tokens
-    return row.params.has_penalties or bool(row.bad_words) or waits_for_min_tokens
-
-
 def _filters(params: Sequence[SamplingParams], device: torch.device | str) -> torch.Tensor:
     """Return (rows, 3) float64: temperature, top_p and min_p, or their neutral values."""
     values = [
@@ -354,7 +394,7 @@ def _pieces(rows: list[int], size: int) -> list[list[int]]:
 
 
 def _penalties(
-    rows: Sequence[LogitsRow], indices: list[int], vocab_size: int, device: torch.device | str
+    rows: Sequence[LogitsRow], indices: list[int], device: torch.device | str
 ) -> Penalties:
     params = [rows[i].params for i in indices]
     factors = _float32(
@@ -365,18 +405,57 @@ def _penalties(
         repetition=factors[:, 0:1],
         frequency=factors[:, 1:2],
         presence=factors[:, 2:3],
-        prompt_tokens=_histories([rows[i].prompt_token_ids for i in indices], vocab_size, device),
-        output_tokens=_histories([rows[i].output_token_ids for i in indices], vocab_size, device),
+        num_prompt_tokens=_int64([rows[i].num_prompt_tokens for i in indices], device)[:, None],
     )
 
 
-def _histories(
-    histories: Sequence[Sequence[int] | np.ndarray], vocab_size: int, device: torch.device | str
-) -> torch.Tensor:
-    """Return every token of every history as (its row * vocab_size + its id), flat."""
-    arrays = [np.asarray(history, dtype=np.int64) for history in histories]
-    flat = np.concatenate([array + i * vocab_size for i, array in enumerate(arrays)])
-    return torch.from_numpy(flat).to(device, non_blocking=True)
+def _always_banned(
+    rows: Sequence[LogitsRow], vocab_size: int, device: torch.device | str
+) -> torch.Tensor | None:
+    words = [(i, word) for i, row in enumerate(rows) for word in row.bad_words]
+    return _places([(i, word[0]) for i, word in words if len(word) == 1], vocab_size, device)
+
+
+def _early_stops(
+    rows: Sequence[LogitsRow], vocab_size: int, device: torch.device | str
+) -> EarlyStops | None:
+    # Ending at min_tokens is allowed, so one that is 0 or 1 forbids nothing.
+    stops = [
+        (i, token_id)
+        for i, row in enumerate(rows)
+        if row.params.min_tokens > 1
+        for token_id in row.stop_token_ids
+        if token_id < vocab_size
+    ]
+    if not stops:
+        return None
+    totals = [rows[i].num_prompt_tokens + rows[i].params.min_tokens for i, _ in stops]
+    return EarlyStops(
+        rows=_int64([i for i, _ in stops], device),
+        places=_int64([i * vocab_size + token_id for i, token_id in stops], device),
+        min_total_tokens=_int64(totals, device),
+    )
+
+
+def _bad_words(
+    rows: Sequence[LogitsRow], vocab_size: int, device: torch.device | str
+) -> BadWords | None:
+    words = [
+        (i, list(word))
+        for i, row in enumerate(rows)
+        for word in row.bad_words
+        if len(word) > 1 and word[-1] < vocab_size
+    ]
+    if not words:
+        return None
+    longest = max(len(word) for _, word in words) - 1
+    beginnings = [[-1] * (longest + 1 - len(word)) + word[:-1] for _, word in words]
+    return BadWords(
+        rows=_int64([i for i, _ in words], device),
+        places=_int64([i * vocab_size + word[-1] for i, word in words], device),
+        beginnings=torch.tensor(beginnings, dtype=torch.int64).to(device, non_blocking=True),
+        num_prompt_tokens=_int64([rows[i].num_prompt_tokens for i, _ in words], device)[:, None],
+    )
 
 
 def _places(
