@@ -232,8 +232,10 @@ def sample_kernel(
     best = tl.full((BLOCK_COUNTERS,), float("-inf"), tl.float32)
     # Where everything is -inf, the split's lowest counter wins.
     best_counter = tl.full((BLOCK_COUNTERS,), 0, tl.int32) + first_counter
-    for tile in range(tiles_per_split):
-        counters = first_counter + tile * BLOCK_COUNTERS + lanes
+    counters = first_counter + lanes
+    # Not a range: Triton 3.6's interpreter can't count to a runtime number under numpy 2.4.
+    tile = 0
+    while tile < tiles_per_split:
         score0, score1, score2, score3 = _scores(
             logits_ptr, counters, vocab, vocab_start, is_sampled, scale, seed, position, FAST_LOG2
         )
@@ -241,6 +243,8 @@ def sample_kernel(
         is_better = score > best
         best = tl.where(is_better, score, best)
         best_counter = tl.where(is_better, counters, best_counter)
+        counters += BLOCK_COUNTERS
+        tile += 1
 
     value = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == value, best_counter, 2147483647), axis=0)

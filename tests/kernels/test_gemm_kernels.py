@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from compiling import CAPABILITIES, DEVICE, compile_for, needs_compiler, needs_launch
@@ -242,8 +244,6 @@ def test_small_batch_linear_at_real_sizes(
     """Every default in bfloat16, plain and fused, twice with the same bits."""
     if use_pdl and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("programmatic dependent launch needs sm_90")
-    from dataclasses import replace
-
     x = poisoned_rows(rows, inner, torch.bfloat16)
     weight = draw(columns, inner, dtype=torch.bfloat16, seed=1)
     norm_weight = draw(inner, dtype=torch.bfloat16, seed=2)
