@@ -181,10 +181,7 @@ def test_repetition_penalty_equals_transformers():
     logits = random_logits(2)
     prompts, outputs = [[3, 4, 4, 9], [1, 2, 3, 4]], [[4, 7, 11], [0, 0, 499]]
     params = SamplingParams(repetition_penalty=1.3)
-    rows = [
-        Seen(params, prompt=p, output=o)
-        for p, o in zip(prompts, outputs, strict=True)
-    ]
+    rows = [Seen(params, prompt=p, output=o) for p, o in zip(prompts, outputs, strict=True)]
     seen = torch.tensor([p + o for p, o in zip(prompts, outputs, strict=True)])
     expected = transformers.RepetitionPenaltyLogitsProcessor(1.3)(seen, logits.clone())
     assert torch.equal(run(logits, *rows), expected)
@@ -208,10 +205,7 @@ def test_penalties_leave_other_rows_alone():
 
 def test_many_penalized_rows_are_done_in_pieces(monkeypatch):
     logits = random_logits(5)
-    rows = [
-        Seen(SamplingParams(frequency_penalty=0.1 * i), output=[i, i, 7])
-        for i in range(5)
-    ]
+    rows = [Seen(SamplingParams(frequency_penalty=0.1 * i), output=[i, i, 7]) for i in range(5)]
     expected = run(logits, *rows)
     monkeypatch.setattr(logits_module, "ROWS_PER_PENALTY", 2)
     assert torch.equal(run(logits, *rows), expected)

@@ -153,9 +153,7 @@ class LogitsParams:
         )
 
 
-def process_logits(
-    logits: torch.Tensor, params: LogitsParams, history: History
-) -> torch.Tensor:
+def process_logits(logits: torch.Tensor, params: LogitsParams, history: History) -> torch.Tensor:
     """Return the logits that each row may draw from: float32, -inf where a token is out.
 
     Temperature decides what the filters keep, but isn't applied: the sampler does that. The input
@@ -209,9 +207,7 @@ def would_complete(words: BadWords, history: History) -> torch.Tensor:
     return matches.all(dim=-1)
 
 
-def apply_penalties(
-    logits: torch.Tensor, penalties: Penalties, history: History
-) -> torch.Tensor:
+def apply_penalties(logits: torch.Tensor, penalties: Penalties, history: History) -> torch.Tensor:
     """Return (penalized, vocab) logits with repetition, then frequency and presence penalties.
 
     Repetition divides positive logits and multiplies negative ones, for tokens of prompt and
@@ -229,9 +225,7 @@ def apply_penalties(
     return logits - penalties.frequency * counts - penalties.presence * (counts > 0)
 
 
-def _count(
-    token_ids: torch.Tensor, is_counted: torch.Tensor, logits: torch.Tensor
-) -> torch.Tensor:
+def _count(token_ids: torch.Tensor, is_counted: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     # Integers, so that the order of additions changes nothing.
     counts = torch.zeros(logits.shape, dtype=torch.int32, device=logits.device)
     return counts.scatter_add_(1, token_ids, is_counted.int())
