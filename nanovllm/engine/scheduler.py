@@ -60,7 +60,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
     ) -> None:
-        self.max_num_seqs = max_num_seqs
+        # A decode step runs one token a sequence, and the token budget holds for it too.
+        self.max_num_seqs = max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
@@ -70,6 +71,7 @@ class Scheduler:
         # Records for the next batch: what rows and block tables gained since the last one.
         self._new_rows: list[tuple[int, int, int, int]] = []
         self._new_blocks: list[tuple[int, int, int]] = []
+        self._row_params: list[np.ndarray] = []
 
     def check_fits(self, num_tokens: int) -> None:
         """Refuse a sequence that the pool could not hold even alone.
@@ -219,6 +221,8 @@ class Scheduler:
         seq.row = row = self._free_rows.pop()
         self._new_rows.append(new_row(row, seq.temperature, seq.seed))
         self._new_blocks += [(row, i, block) for i, block in enumerate(seq.block_table)]
+        if seq.row_params is not None:
+            self._row_params.append(seq.row_params.record(row, seq.token_ids))
 
     def _advance_prefill(self, seq: Sequence, budget: int) -> _Chunk:
         start = seq.num_computed_tokens
@@ -299,9 +303,11 @@ class Scheduler:
             prompt_tokens=prompt_tokens,
             new_rows=np.array(self._new_rows, dtype=np.int32).reshape(-1, NEW_ROW_WORDS),
             new_blocks=np.array(self._new_blocks, dtype=np.int32).reshape(-1, NEW_BLOCK_WORDS),
+            row_params=np.concatenate(self._row_params) if self._row_params else _EMPTY,
         )
         self._new_rows.clear()
         self._new_blocks.clear()
+        self._row_params.clear()
         return Step(batch, receivers)
 
     def _release(self, seq: Sequence) -> None:
