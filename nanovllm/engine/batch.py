@@ -46,7 +46,7 @@ class ScheduledBatch:
     # (n, 3) what block tables gained: row, index in the row's table, block
     row_params: np.ndarray = field(default_factory=lambda: _empty(0))
     # (words,) sampling parameters of new rows that need more than temperature and seed; see
-    # `encode_row_params`
+    # `engine.row_params`
 
     @property
     def num_prefills(self) -> int:

@@ -222,7 +222,7 @@ class BlockManager:
         """Longest run of leading full blocks found in the cache, short of the last token."""
         block_ids: list[int] = []
         content_id = ROOT_CONTENT_ID
-        if not self.enable_prefix_caching:
+        if not (self.enable_prefix_caching and seq.reads_prefix_cache):
             return block_ids, content_id
         for i in range((len(seq.token_ids) - 1) // self.block_size):
             block_id = self.hash_to_block_id.get(self._block_hash(seq, i))

@@ -14,6 +14,8 @@ for this sequence isn't confirmed yet: at most 1 when a step is scheduled.
 from collections.abc import Sequence as Tokens
 from enum import Enum, auto
 
+from nanovllm.engine.row_params import RowParams
+
 
 class SequenceStatus(Enum):
     WAITING = auto()
@@ -43,7 +45,9 @@ class Sequence:
         "num_prompt_tokens",
         "num_published_blocks",
         "num_scheduled_tokens",
+        "reads_prefix_cache",
         "row",
+        "row_params",
         "seed",
         "seq_id",
         "status",
@@ -64,6 +68,8 @@ class Sequence:
         seed: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         min_tokens: int = 0,
+        row_params: RowParams | None = None,
+        reads_prefix_cache: bool = True,
     ) -> None:
         assert len(prompt_token_ids) > 0, "a sequence needs at least one prompt token"
         assert len(prompt_token_ids) < max_total_tokens, "no room for a single new token"
@@ -77,6 +83,8 @@ class Sequence:
         self.temperature = temperature
         self.seed = seed  # of its noise, 63 bits
         self.stop_token_ids = stop_token_ids
+        self.row_params = row_params  # what a rank must know beyond temperature and seed
+        self.reads_prefix_cache = reads_prefix_cache  # False: all its prompt must run
 
         self.status = SequenceStatus.WAITING
         self.row: int | None = None  # device row while it runs

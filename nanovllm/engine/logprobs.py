@@ -1,0 +1,77 @@
+"""Log probabilities on their way from the ranks to the user.
+
+A step reports them as one int32 array, like everything that crosses processes: groups of rows that
+ask for equally many tokens, each group a header, the lane and the position of each row, and its
+numbers (floats as their bits). `SampleLogprobs` collects one sample's rows and turns them into
+vLLM's dicts when somebody looks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.outputs import Logprob, logprob_entry
+
+FIXED_COLUMNS = 3  # of a row: token id, bits of its logprob, its rank; then k ids and k logprobs
+
+
+class LogprobRow(NamedTuple):
+    """What is reported about one token."""
+
+    lane: int  # of the step
+    position: int  # of the token in its sequence: below num_prompt_tokens for one of the prompt
+    values: np.ndarray  # (3 + 2k,) int32
+
+
+class LogprobGroup(NamedTuple):
+    """Rows of a step with the same k."""
+
+    lanes: np.ndarray  # (rows,)
+    positions: np.ndarray  # (rows,)
+    num_top: int  # k
+
+    @property
+    def num_values(self) -> int:
+        return len(self.lanes) * (FIXED_COLUMNS + 2 * self.num_top)
+
+
+def join_groups(groups: list[LogprobGroup], values: np.ndarray) -> np.ndarray:
+    """One int32 array of a step's groups and their numbers, which lie in `values` back to back."""
+    parts: list[np.ndarray] = []
+    start = 0
+    for group in groups:
+        header = np.array([len(group.lanes), group.num_top], dtype=np.int32)
+        end = start + group.num_values
+        parts += [header, group.lanes, group.positions, values[start:end]]
+        start = end
+    return np.concatenate(parts, dtype=np.int32, casting="same_kind")
+
+
+def read_rows(words: np.ndarray) -> Iterator[LogprobRow]:
+    """Read what `join_groups` wrote."""
+    start = 0
+    while start < len(words):
+        num_rows, num_top = words[start : start + 2].tolist()
+        lanes_start = start + 2
+        positions_start = lanes_start + num_rows
+        values_start = positions_start + num_rows
+        num_columns = FIXED_COLUMNS + 2 * num_top
+        start = values_start + num_rows * num_columns
+        lanes = words[lanes_start:positions_start].tolist()
+        positions = words[positions_start:values_start].tolist()
+        values = words[values_start:start].reshape(num_rows, num_columns)
+        yield from map(LogprobRow, lanes, positions, values)
+
+
+def entry_of(
+    values: np.ndarray, decode_token: Callable[[int], str] | None
+) -> tuple[int, dict[int, Logprob]]:
+    """A row's token id and its dict, the token itself first."""
+    num_top = (len(values) - FIXED_COLUMNS) // 2
+    floats = values.view(np.float32)
+    token_id, rank = int(values[0]), int(values[2])
+    top_token_ids = values[FIXED_COLUMNS : FIXED_COLUMNS + num_top].tolist()
+    top_logprobs = floats[FIXED_COLUMNS + num_top :].tolist()
+    own = Logprob(float(floats[1]), rank)
+    return token_id, logprob_entry(token_id, own, top_token_ids, top_logprobs, decode_token)

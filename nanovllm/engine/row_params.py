@@ -1,0 +1,116 @@
+"""What a rank is told of a row whose sampling needs more than temperature and seed.
+
+Few rows need it, so it is no part of the fixed wire of `ScheduledBatch` but travels in its
+`row_params`: one record for each such row, once, in the step that gives the row to a sequence. A
+record is a few counts, the parameters as JSON, and the tokens known so far where penalties, bad
+words or prompt logprobs depend on them. Nothing is pickled.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from nanovllm.sampling_params import SamplingParams
+
+# Fields that decide what a rank draws or reports; the others concern text and the end of a request.
+_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+_DEFAULTS = SamplingParams()
+_COUNT_WORDS = 5  # of a record, before its JSON
+_WORD_BYTES = 4
+
+
+class RowRecord(NamedTuple):
+    """A row's parameters as the ranks read them."""
+
+    row: int
+    num_tokens: int  # known when the row was given away: a prefill that ends before draws nothing
+    num_prompt_tokens: int
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]  # out before min_tokens; () without min_tokens
+    bad_words: tuple[tuple[int, ...], ...]  # as token ids
+    token_ids: np.ndarray  # (num_tokens,) int32, or empty where nothing depends on them
+
+
+class RowParams:
+    """One sequence's parameters, encoded once and sent whenever it is given a row."""
+
+    __slots__ = ("_needs_tokens", "_num_prompt_tokens", "_words")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        num_prompt_tokens: int,
+        *,
+        stop_token_ids: Sequence[int] = (),
+        bad_words: Sequence[Sequence[int]] = (),
+    ) -> None:
+        changed = {
+            name: value
+            for name in _FIELDS
+            if (value := getattr(params, name)) != getattr(_DEFAULTS, name)
+        }
+        if params.min_tokens > 0:
+            changed["stop_token_ids"] = sorted(stop_token_ids)
+        if bad_words:
+            changed["bad_words"] = bad_words
+        text = json.dumps(changed, separators=(",", ":")).encode()
+        self._words = np.frombuffer(text + b" " * (-len(text) % _WORD_BYTES), dtype=np.int32)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._needs_tokens = (
+            params.has_penalties
+            or params.prompt_logprobs is not None
+            or any(len(word) > 1 for word in bad_words)
+        )
+
+    def record(self, row: int, token_ids: Sequence[int]) -> np.ndarray:
+        """Return this sequence's part of `ScheduledBatch.row_params`.
+
+        Args:
+            row: Given to the sequence.
+            token_ids: Its confirmed tokens: after a preemption, output too.
+        """
+        sent = token_ids if self._needs_tokens else ()
+        counts = (row, len(token_ids), self._num_prompt_tokens, len(self._words), len(sent))
+        return np.concatenate(
+            [np.array(counts, dtype=np.int32), self._words, np.array(sent, dtype=np.int32)]
+        )
+
+
+def read_records(words: np.ndarray) -> Iterator[RowRecord]:
+    """Read `ScheduledBatch.row_params`."""
+    start = 0
+    while start < len(words):
+        row, num_tokens, num_prompt_tokens, num_json_words, num_sent = words[
+            start : start + _COUNT_WORDS
+        ].tolist()
+        json_start = start + _COUNT_WORDS
+        sent_start = json_start + num_json_words
+        start = sent_start + num_sent
+        fields = json.loads(words[json_start:sent_start].tobytes())
+        stop_token_ids = tuple(fields.pop("stop_token_ids", ()))
+        bad_words = tuple(tuple(word) for word in fields.pop("bad_words", ()))
+        if "logit_bias" in fields:
+            fields["logit_bias"] = [tuple(pair) for pair in fields["logit_bias"]]
+        yield RowRecord(
+            row,
+            num_tokens,
+            num_prompt_tokens,
+            SamplingParams(max_tokens=None, **fields),
+            stop_token_ids,
+            bad_words,
+            words[sent_start:start],
+        )
