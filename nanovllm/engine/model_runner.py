@@ -19,6 +19,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.kernels.row_state import (
     DecodeInputs,
     RowState,
@@ -72,14 +73,21 @@ class StepInputs:
     temperatures: torch.Tensor  # (lanes,) float32
     seeds: torch.Tensor  # (lanes,) int64
     context: Context
+    logits: torch.Tensor | None = None  # (lanes, vocabulary) where they are to be written, if fixed
 
 
 class PendingTokens:
     """The tokens of a launched step, one a lane."""
 
-    def __init__(self, tokens: torch.Tensor, event: torch.cuda.Event | None) -> None:
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        event: torch.cuda.Event | None,
+        logprobs: PendingLogprobs | None = None,
+    ) -> None:
         self._tokens = tokens  # (lanes,) int32 on the host, valid once the event has passed
         self._event = event
+        self._logprobs = logprobs
 
     def wait(self) -> list[int]:
         """Block until the step is done and return its tokens."""
@@ -87,9 +95,15 @@ class PendingTokens:
             self._event.synchronize()
         return self._tokens.tolist()
 
+    def wait_logprobs(self) -> np.ndarray | None:
+        """The logprobs that its rows asked for, as `logprobs.read_rows` takes them, if any did."""
+        return self._logprobs.wait() if self._logprobs is not None else None
+
 
 class ModelRunner:
     """One rank of the engine. It touches no scheduler state."""
+
+    is_lost = False  # that is what processes can be: see `WorkerGroup`
 
     def __init__(self, settings: RunnerSettings, tp: Communicator | None = None) -> None:
         """Build the model on this rank's device and load its weights."""
@@ -132,6 +146,10 @@ class ModelRunner:
         max_blocks = -(-self.settings.max_model_len // self.block_size)
         self.block_tables = np.zeros((self.max_num_seqs, max_blocks), dtype=np.int32)
         self.row_state = RowState.allocate(self.max_num_seqs, max_blocks, self.device)
+        self.second_pass = SecondPass(
+            self.model.lm_head, self.row_state, self.settings.max_model_len
+        )
+        self._prompt_hidden_states: torch.Tensor | None = None
         self.inputs = DecodeInputs.allocate(self.max_num_seqs, max_blocks, self.device)
         self.decode_plan = self._allocate_plan() if self.backend.needs_plan else None
         if self.device.type == "cuda":
@@ -139,6 +157,13 @@ class ModelRunner:
             wire_words = 6 + 5 * self.max_num_seqs
             self.wire = torch.zeros(wire_words, dtype=torch.int32, device=self.device)
             self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=self.device)
+            # Fixed, so that what a graph leaves there can be read by the second pass.
+            self.logits = torch.zeros(
+                self.max_num_seqs,
+                self.model.lm_head.num_rows,
+                dtype=self.settings.dtype,
+                device=self.device,
+            )
             self.uploads = PinnedRing(wire_words)
             self.downloads = PinnedRing(self.max_num_seqs)
 
@@ -298,15 +323,19 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         """Enqueue one step; its tokens start their way back as soon as they are drawn."""
         apply_new_blocks(batch, self.block_tables)
+        if len(batch.new_rows):
+            self.second_pass.take(batch)
         if batch.num_prefills:
-            tokens = self._run_step(self.prepare_prefill(batch))
+            result = self._run_step(self.prepare_prefill(batch))
         elif self.device.type == "cpu":
-            tokens = self._run_step(self.prepare_decode(batch))
+            result = self._run_step(self.prepare_decode(batch))
         else:
-            tokens = self._launch_decode(batch)
+            result = self._launch_decode(batch)
+        logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
         if self.device.type == "cpu":
-            return PendingTokens(tokens, None)
-        return PendingTokens(*self.downloads.download(tokens[: batch.num_lanes]))
+            return PendingTokens(result.tokens, None, logprobs)
+        tokens, event = self.downloads.download(result.tokens[: batch.num_lanes])
+        return PendingTokens(tokens, event, logprobs)
 
     def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
@@ -359,18 +388,20 @@ class ModelRunner:
         """Logits of each lane's last token: (lanes, this rank's vocabulary)."""
         with set_context(inputs.context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            return self.model.compute_logits(hidden_states)
+            self._prompt_hidden_states = hidden_states if self.second_pass.reads_prompts else None
+            return self.model.compute_logits(hidden_states, inputs.logits)
 
-    def _run_step(self, inputs: StepInputs) -> torch.Tensor:
+    def _run_step(self, inputs: StepInputs) -> StepResult:
         """Run the network, draw a token for each lane and keep it as its row's newest."""
         logits = self.run_model(inputs)
         tokens = self.sampler(
             logits, inputs.temperatures, inputs.seeds, inputs.context.context_lens
         )
         self.row_state.last_tokens.index_copy_(0, inputs.rows, tokens)
-        return tokens
+        hidden_states, self._prompt_hidden_states = self._prompt_hidden_states, None
+        return StepResult(logits, inputs.context.context_lens, tokens, hidden_states)
 
-    def _launch_decode(self, batch: ScheduledBatch) -> torch.Tensor:
+    def _launch_decode(self, batch: ScheduledBatch) -> StepResult:
         """A decode step on CUDA: replayed where a graph holds it, else the same work eagerly."""
         self.uploads.upload(batch.to_wire(), self.wire)
         size = self.graphs.size_for(batch.num_lanes) if self.graphs else None
@@ -378,13 +409,13 @@ class ModelRunner:
             self.graphs.replay(size)
         else:
             self._decode_step(batch.num_lanes, int(batch.starts.max()) + 1)
-        return self.tokens
+        return StepResult(self.logits, self.inputs.context_lens, self.tokens, None)
 
     def _decode_step(self, num_lanes: int, max_context_len: int | None = None) -> None:
         """What a decode graph holds: from the wire array in device memory to the tokens."""
         max_context_len = max_context_len or self.settings.max_model_len
         inputs = self._decode_inputs(self.wire, num_lanes, max_context_len)
-        self.tokens[:num_lanes] = self._run_step(inputs)
+        self.tokens[:num_lanes] = self._run_step(inputs).tokens
 
     def _decode_inputs(self, wire: torch.Tensor, num_lanes: int, max_context_len: int) -> StepInputs:
         self._apply_updates(wire)
@@ -416,6 +447,7 @@ class ModelRunner:
             inputs.temperatures,
             inputs.seeds,
             context,
+            self.logits[:num_lanes] if self.device.type == "cuda" else None,
         )
 
     def _apply_updates(self, wire: torch.Tensor) -> None:
@@ -446,7 +478,8 @@ class ModelRunner:
             self.synchronize()
             self.graphs.release()
         self.graphs = None
-        for name in ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan"):
+        names = ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan")
+        for name in (*names, "second_pass", "logits"):
             setattr(self, name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -44,7 +44,7 @@ class StepResult(NamedTuple):
     logits: torch.Tensor  # (lanes, this rank's vocabulary)
     context_lens: torch.Tensor  # (lanes,) int32: position of the token drawn
     tokens: torch.Tensor  # (lanes,) int32
-    hidden_states: torch.Tensor | None  # (tokens, hidden); None: a decode step
+    hidden_states: torch.Tensor | None  # (tokens, hidden); None: no row `reads_prompts`
 
 
 class PendingLogprobs:
@@ -132,6 +132,11 @@ class SecondPass:
         """Whether no row asks for anything."""
         return not self._records
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a row waits for logprobs of its prompt, so that hidden states must be kept."""
+        return bool(self._prompt_values)
+
     def take(self, batch: ScheduledBatch) -> None:
         """Learn what the step's new rows ask for, and forget who had them before."""
         if self._records:
@@ -148,7 +153,7 @@ class SecondPass:
         """
         groups: list[LogprobGroup] = []
         values: list[torch.Tensor] = []
-        if self._prompt_values and result.hidden_states is not None:
+        if result.hidden_states is not None:
             for group, parts in self._report_prompts(batch, result.hidden_states):
                 groups.append(group)
                 values += parts

@@ -55,9 +55,16 @@ class ParallelLMHead(VocabParallelEmbedding):
     the head would cost more than the network if it ran on all of them.
     """
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) to (lanes, rows of this rank); no rank sees another's logits."""
+    def forward(
+        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(tokens, hidden) to (lanes, rows of this rank), written to `out` where there is one.
+
+        No rank sees another's logits.
+        """
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states[indices]
+        if out is not None:
+            return torch.mm(hidden_states, self.weight.t(), out=out)
         return F.linear(hidden_states, self.weight)

@@ -193,6 +193,8 @@ class Qwen3ForCausalLM(nn.Module):
         """(tokens,) ids and positions to (tokens, hidden)."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) to (lanes, this rank's vocabulary)."""
-        return self.lm_head(hidden_states)
+    def compute_logits(
+        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(tokens, hidden) to (lanes, this rank's vocabulary), in `out` where it is given."""
+        return self.lm_head(hidden_states, out)
