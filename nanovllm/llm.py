@@ -168,7 +168,11 @@ class LLM:
     def _make_requests(self, prompts: list[Prompt], params: Params) -> list[Request]:
         if params is None:
             params = SamplingParams()
-        wishes = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if not isinstance(params, Items):
+            raise TypeError(f"sampling_params must be SamplingParams or a list, not {params!r}")
+        wishes = list(params)
         for wish in wishes:
             if not isinstance(wish, SamplingParams):
                 raise TypeError(f"sampling_params must be SamplingParams, not {wish!r}")
