@@ -42,18 +42,7 @@ class ModelConfig:
             ValueError: The file is missing or no JSON object, a field is missing or out of range,
                 or the checkpoint asks for something this project doesn't do.
         """
-        path = folder / "config.json"
-        try:
-            fields = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ValueError(f"{path} is missing: {folder} is no checkpoint folder") from None
-        except OSError as error:
-            raise ValueError(f"{path} can't be read: {error}") from error
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{path} must hold a JSON object, not {type(fields).__name__}")
-        return cls.from_dict(fields)
+        return cls.from_dict(read_config(folder))
 
     @classmethod
     def from_dict(cls, fields: dict[str, object]) -> "ModelConfig":
@@ -71,7 +60,7 @@ class ModelConfig:
         if head_dim % 2:
             raise ValueError(f"config.json: head_dim is {head_dim}, rotary embedding needs it even")
         return cls(
-            architecture=_architecture(fields),
+            architecture=architecture_of(fields),
             vocab_size=_int(fields, "vocab_size", maximum=2**24),
             hidden_size=hidden_size,
             intermediate_size=_int(fields, "intermediate_size", maximum=2**22),
@@ -87,6 +76,30 @@ class ModelConfig:
             dtype=_dtype(fields),
             eos_token_ids=eos_token_ids(fields),
         )
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """The fields of `folder`/config.json as they stand; see `ModelConfig.from_folder`."""
+    path = folder / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: {folder} is no checkpoint folder") from None
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(fields).__name__}")
+    return fields
+
+
+def architecture_of(fields: dict[str, object]) -> str:
+    """The class that the checkpoint's weights belong to."""
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise ValueError(f"config.json: architectures must name one class, not {names!r}")
+    return names[0]
 
 
 def eos_token_ids(fields: dict[str, object]) -> tuple[int, ...]:
@@ -112,13 +125,6 @@ def _refuse_unsupported(fields: dict[str, object]) -> None:
     activation = fields.get("hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act is {activation!r}, only 'silu' runs here")
-
-
-def _architecture(fields: dict[str, object]) -> str:
-    names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        raise ValueError(f"config.json: architectures must name one class, not {names!r}")
-    return names[0]
 
 
 def _rope_theta(fields: dict[str, object]) -> float:
