@@ -1,7 +1,7 @@
 """The facade: prompts in, answers out in the order of the prompts."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from time import perf_counter
@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
@@ -130,6 +131,39 @@ class LLM:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; a RuntimeError while requests run."""
         self.llm_engine.reset_prefix_cache()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends; else SamplingParams' own defaults.
+
+        `generate` without params doesn't use it, so that a script runs alike on all models.
+        """
+        return self.llm_engine.default_sampling_params()
+
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write new values into the model's parameters, in place, and forget cached prefixes.
+
+        Args:
+            weights: Names and shapes as in the checkpoint, all of them or some; an iterator may
+                produce them one by one. What is a dict or list is checked whole before anything is
+                written.
+
+        Raises:
+            RuntimeError: Requests run.
+            ValueError, TypeError: A tensor has no parameter, another shape or another kind.
+        """
+        with self._call():
+            self.llm_engine.load_weights(weights)
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake_up`; a RuntimeError while requests run."""
+        with self._call():
+            self.llm_engine.sleep()
+
+    def wake_up(self) -> None:
+        """Take memory for the KV cache again; an engine that is awake stays as it is."""
+        self.llm_engine.wake_up()
 
     def stats(self) -> EngineStats:
         """What the engine has done and what it runs on."""

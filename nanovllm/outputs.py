@@ -56,7 +56,7 @@ class CompletionOutput:
     index: int  # 0..n-1: which sample
     text: str  # "" with detokenize=False; never holds the eos or stop id that ended it
     token_ids: list[int]  # as generated: the eos or stop id is kept
-    cumulative_logprob: float | None = None  # sum over token_ids; None without logprobs
+    cumulative_logprob: float | None = None  # sum over all tokens so far; None without logprobs
     logprobs: SampleLogprobs | None = None
     finish_reason: FinishReason | None = None  # None = still running
     stop_reason: int | str | None = None  # stop id or stop string; None = eos, length or abort

@@ -18,14 +18,16 @@ the engine rebuilds its scheduler and blocks rather than repairing them, and can
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logprobs import LogprobLog, read_rows
 from nanovllm.engine.model_runner import ModelRunner, PendingTokens, RunnerSettings
 from nanovllm.engine.request import (
     ParsedPrompt,
@@ -35,6 +37,7 @@ from nanovllm.engine.request import (
     derive_seed,
     parse_prompt,
 )
+from nanovllm.engine.row_params import RowParams
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.model_config import ModelConfig
@@ -47,6 +50,15 @@ from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
 logger = logging.getLogger("nanovllm")
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+# What a generation_config.json may recommend, and the field of SamplingParams that it means.
+_RECOMMENDED = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 Result = TypeVar("Result")
 
@@ -100,6 +112,7 @@ class LLMEngine:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = self._num_past_preemptions = 0  # preemptions: of schedulers that were dropped
         self.last_step = StepCounts()
+        self._is_asleep = False
         self._start_over()
         self._log_choices()
 
@@ -204,12 +217,16 @@ class LLMEngine:
         if previous is None:
             self.last_step = StepCounts()
             return []
-        return self._process(previous.step, previous.tokens.wait(), deltas)
+        return self._process(previous, deltas)
 
-    def _process(self, step: Step, token_ids: list[int], deltas: bool) -> list[RequestOutput]:
+    def _process(self, done: InFlight, deltas: bool) -> list[RequestOutput]:
         """Confirm a step's tokens and build what is to be returned for them."""
+        step = done.step
         self.last_step = StepCounts(len(step.batch.prompt_tokens), step.batch.num_decodes)
-        ended = self.scheduler.postprocess(step, token_ids)
+        ended = self.scheduler.postprocess(step, done.tokens.wait())
+        logprobs = done.tokens.wait_logprobs()
+        if logprobs is not None:
+            self._note_logprobs(step, logprobs)
         if step.batch.num_prefills:
             self._note_first_tokens(step)
         advanced: list[Sample] = []
@@ -252,6 +269,18 @@ class LLMEngine:
         self._num_cached_tokens += seq.num_prompt_cached_tokens or 0
         return self._samples.pop(seq)
 
+    def _note_logprobs(self, step: Step, words: np.ndarray) -> None:
+        """Give logprobs to the samples and prompts they belong to; those of late tokens go."""
+        for row in read_rows(words):
+            seq = step.sequences[row.lane]
+            sample = self._samples.get(seq)
+            if sample is None or seq is None:
+                continue
+            is_prompt = row.position < seq.num_prompt_tokens
+            log = sample.request.prompt_logprobs if is_prompt else sample.logprobs
+            assert log is not None, f"{seq}: logprobs that nobody asked for"
+            log.add(row)
+
     def _note_first_tokens(self, step: Step) -> None:
         now = time.monotonic()
         for seq in step.sequences[: step.batch.num_prefills]:
@@ -277,7 +306,6 @@ class LLMEngine:
 
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         """Raise unless the prompt and what may follow it fit the model and the pool."""
-        _check_supported(params)
         if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
         if len(token_ids) >= self.max_model_len:
@@ -290,8 +318,15 @@ class LLMEngine:
                 f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
                 f"0..{self.model_config.vocab_size - 1}"
             )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: skip_tokenizer_init is True")
+        if (params.stop or params.bad_words) and self.tokenizer is None:
+            raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")
+        largest = max((token_id for token_id, _ in params.logit_bias), default=0)
+        if largest >= self.model_config.vocab_size:
+            raise ValueError(
+                f"logit_bias names token id {largest}, outside the vocabulary: "
+                f"0..{self.model_config.vocab_size - 1}"
+            )
+        self._bad_words(params)
         self.scheduler.check_fits(self._max_total_tokens(len(token_ids), params))
 
     def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -302,13 +337,20 @@ class LLMEngine:
         num_slots = self._num_blocks * self.config.kvcache_block_size
         return max(min(self.max_model_len, num_slots + 1), num_prompt_tokens + 1)
 
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that must not be drawn; a ValueError for a word without tokens."""
+        return self.tokenizer.encode_bad_words(params.bad_words) if self.tokenizer else ()
+
     def _make_sample(self, request: Request, number: int, index: int) -> Sample:
         params = request.params
+        if index > 0:  # one sample reports the prompt for all
+            params = params.replace(prompt_logprobs=None)
         is_seeded = params.seed is not None
         # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
         # second call differs.
         parts = (params.seed, index) if is_seeded else (self.config.seed, number, index)
         eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
+        stops = eos_token_ids.union(params.stop_token_ids)
         seq = Sequence(
             number,
             request.prompt_token_ids,
@@ -316,8 +358,11 @@ class LLMEngine:
             max_total_tokens=self._max_total_tokens(len(request.prompt_token_ids), params),
             temperature=params.temperature,
             seed=derive_seed(int(is_seeded), *(part or 0 for part in parts)),
-            stop_token_ids=eos_token_ids.union(params.stop_token_ids),
+            stop_token_ids=stops,
             min_tokens=params.min_tokens,
+            row_params=self._row_params(params, len(request.prompt_token_ids), stops),
+            # Logprobs of a prompt token are read where the token before it runs.
+            reads_prefix_cache=params.prompt_logprobs is None,
         )
         detokenizer = None
         if self.tokenizer is not None and params.detokenize:
@@ -328,7 +373,25 @@ class LLMEngine:
                 params.skip_special_tokens,
                 params.min_tokens,
             )
-        return Sample(request, index, seq, detokenizer)
+        decode_token = self.tokenizer.decode_token if detokenizer and self.tokenizer else None
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = LogprobLog(1, decode_token)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = LogprobLog(len(request.prompt_token_ids), decode_token)
+        return Sample(request, index, seq, detokenizer, logprobs)
+
+    def _row_params(
+        self, params: SamplingParams, num_prompt_tokens: int, stops: frozenset[int]
+    ) -> RowParams | None:
+        if not params.needs_logits_processing and params.prompt_logprobs is None:
+            return None
+        return RowParams(
+            params,
+            num_prompt_tokens,
+            stop_token_ids=sorted(stops),
+            bad_words=self._bad_words(params),
+        )
 
     # ------------------------------------------------------------------ state
 
@@ -338,14 +401,67 @@ class LLMEngine:
         Raises:
             RuntimeError: Requests are queued or running.
         """
-        self.check_usable()
-        if not self.is_finished():
-            raise RuntimeError("reset_prefix_cache() while requests run: finish or abort them")
+        self._check_idle("reset_prefix_cache()")
         self.scheduler.block_manager.reset()
+
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write new values into the model's parameters, in place; see `loader.update_weights`.
+
+        Cached prefixes are forgotten: they hold what the old weights made of them.
+
+        Raises:
+            RuntimeError: Requests are queued or running.
+        """
+        self._check_idle("load_weights()")
+        runner = self._lone_runner("load_weights()")
+        try:
+            runner.load_weights(weights)
+        finally:
+            self.scheduler.block_manager.reset()
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back until `wake_up`; cached prefixes are forgotten.
+
+        Raises:
+            RuntimeError: Requests are queued or running, or it sleeps already.
+        """
+        self._check_idle("sleep()")
+        self._lone_runner("sleep()").sleep()
+        self._is_asleep = True
+        self._num_past_preemptions += self.scheduler.num_preemptions
+        self._start_over()
+
+    def wake_up(self) -> None:
+        """Take memory for the KV cache again; awake, it does nothing.
+
+        Raises:
+            torch.OutOfMemoryError: Somebody else took it; free some and call again.
+            RuntimeError: The engine has been closed.
+        """
+        self._check_alive()
+        if self._is_asleep:
+            self._lone_runner("wake_up()").wake_up(self._num_blocks)
+            self._is_asleep = False
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams as generation_config.json recommends them.
+
+        Raises:
+            ValueError, TypeError: The file holds something that no request could ask for.
+        """
+        found = {
+            field: self.generation_config[name]
+            for name, field in _RECOMMENDED.items()
+            if self.generation_config.get(name) is not None
+        }
+        return SamplingParams().replace(**found)
 
     def stats(self) -> EngineStats:
         """What the engine has done and what it runs on."""
         runner, blocks = self._runner, self.scheduler.block_manager
+        has_cache = not self._is_asleep
         return EngineStats(
             num_steps=self._num_steps,
             num_preemptions=self._num_past_preemptions + self.scheduler.num_preemptions,
@@ -357,7 +473,7 @@ class LLMEngine:
             num_kvcache_blocks=self._num_blocks,
             num_free_kvcache_blocks=blocks.num_free_blocks,
             kvcache_block_size=blocks.block_size,
-            kvcache_bytes=runner.block_bytes * self._num_blocks if runner else 0,
+            kvcache_bytes=runner.block_bytes * self._num_blocks if runner and has_cache else 0,
             device=str(runner.device) if runner else "",
             dtype=runner.settings.dtype_name if runner else "",
             prefill_backend=runner.backend.prefill_name if runner else "",
@@ -366,7 +482,22 @@ class LLMEngine:
         )
 
     def check_usable(self) -> None:
-        """Raise RuntimeError if the engine has been closed or this is a forked copy of it."""
+        """Raise RuntimeError if the engine is closed or asleep, or this is a forked copy of it."""
+        self._check_alive()
+        if self._is_asleep:
+            raise RuntimeError("this engine sleeps and has no KV cache: call wake_up() first")
+
+    def _check_idle(self, what: str) -> None:
+        self.check_usable()
+        if not self.is_finished():
+            raise RuntimeError(f"{what} while requests run: finish or abort them")
+
+    def _lone_runner(self, what: str) -> ModelRunner:
+        if not isinstance(self._runner, ModelRunner):
+            raise NotImplementedError(f"{what} with tensor_parallel_size > 1 isn't supported")
+        return self._runner
+
+    def _check_alive(self) -> None:
         if self._runner is None:
             raise RuntimeError("this engine has been closed: make a new LLM")
         if os.getpid() != self._pid:
@@ -466,14 +597,6 @@ def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
     return Tokenizer.from_folder(folder)
 
 
-def _check_supported(params: SamplingParams) -> None:
-    if params.needs_logits_processing or params.prompt_logprobs is not None:
-        raise NotImplementedError(
-            "filters (top_k, top_p, min_p), penalties, logit_bias, bad_words, min_tokens and "
-            "logprobs don't run yet: leave them at their defaults"
-        )
-
-
 def _deltas(samples: list[Sample]) -> list[RequestOutput]:
     """What is new of these samples, one output a request."""
     advanced: dict[Request, list[Sample]] = {}
@@ -489,5 +612,5 @@ def _at_index(index: int, function: Callable[..., Result], *args: object) -> Res
     """Call `function`, naming the prompt's index in what it raises."""
     try:
         return function(*args)
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError) as error:
         raise type(error)(f"prompt {index}: {error}") from error

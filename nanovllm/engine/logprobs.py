@@ -2,8 +2,8 @@
 
 A step reports them as one int32 array, like everything that crosses processes: groups of rows that
 ask for equally many tokens, each group a header, the lane and the position of each row, and its
-numbers (floats as their bits). `SampleLogprobs` collects one sample's rows and turns them into
-vLLM's dicts when somebody looks.
+numbers (floats as their bits). `LogprobLog` collects one sample's or one prompt's rows and turns
+them into vLLM's dicts when somebody looks.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,14 +64,43 @@ def read_rows(words: np.ndarray) -> Iterator[LogprobRow]:
         yield from map(LogprobRow, lanes, positions, values)
 
 
+class LogprobLog:
+    """Rows of consecutive tokens, as they come.
+
+    Invariant: row i is that of position `first_position` + i; others are passed over, so a token
+    that is computed again after a preemption isn't reported twice.
+    """
+
+    __slots__ = ("_decode_token", "_entries", "_first_position", "_values", "total")
+
+    def __init__(self, first_position: int, decode_token: Callable[[int], str] | None) -> None:
+        self.total = 0.0  # sum of the tokens' own logprobs
+        self._first_position = first_position
+        self._decode_token = decode_token  # None: report no text
+        self._values: list[np.ndarray] = []
+        self._entries: list[dict[int, Logprob]] = []  # of the first rows, as far as asked
+
+    def add(self, row: LogprobRow) -> None:
+        """Take the row of the next token."""
+        if row.position == self._first_position + len(self._values):
+            self._values.append(row.values)
+            self.total += float(row.values[1:2].view(np.float32)[0])
+
+    def entries(self) -> list[dict[int, Logprob]]:
+        """One dict a token, its own logprob first."""
+        for values in self._values[len(self._entries) :]:
+            self._entries.append(entry_of(values, self._decode_token))
+        return self._entries
+
+
 def entry_of(
     values: np.ndarray, decode_token: Callable[[int], str] | None
-) -> tuple[int, dict[int, Logprob]]:
-    """A row's token id and its dict, the token itself first."""
+) -> dict[int, Logprob]:
+    """A row's dict, the token itself first."""
     num_top = (len(values) - FIXED_COLUMNS) // 2
     floats = values.view(np.float32)
     token_id, rank = int(values[0]), int(values[2])
     top_token_ids = values[FIXED_COLUMNS : FIXED_COLUMNS + num_top].tolist()
     top_logprobs = floats[FIXED_COLUMNS + num_top :].tolist()
     own = Logprob(float(floats[1]), rank)
-    return token_id, logprob_entry(token_id, own, top_token_ids, top_logprobs, decode_token)
+    return logprob_entry(token_id, own, top_token_ids, top_logprobs, decode_token)

@@ -10,6 +10,7 @@ step is done when `launch` returns, and everything else is the same.
 
 import os
 import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
-from nanovllm.utils.loader import initialize_dummy, load_model
+from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
 from nanovllm.utils.pinned import PinnedRing
 
 _MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
@@ -230,10 +231,7 @@ class ModelRunner:
     def _bind_pool(self, num_blocks: int) -> None:
         """Allocate one zeroed pool, (2, layers, blocks, block_size, kv_heads, head_dim)."""
         model_config = self.settings.model_config
-        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
-        for layer in layers:
-            layer.k_cache = layer.v_cache = torch.empty(0)  # lets the old pool go first
-        self.kv_cache: torch.Tensor | None = None
+        layers = self._release_pool()
         # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
         self.kv_cache = torch.zeros(
             2,
@@ -247,6 +245,14 @@ class ModelRunner:
         )
         for layer, k_cache, v_cache in zip(layers, *self.kv_cache, strict=True):
             layer.bind_kv_cache(k_cache, v_cache)
+
+    def _release_pool(self) -> list[Attention]:
+        """Let the pool go and return the layers that were bound to it."""
+        layers = [module for module in self.model.modules() if isinstance(module, Attention)]
+        for layer in layers:
+            layer.k_cache = layer.v_cache = torch.empty(0)
+        self.kv_cache: torch.Tensor | None = None
+        return layers
 
     def _num_blocks_that_fit(self) -> int:
         if self.device.type == "cpu":
@@ -464,6 +470,29 @@ class ModelRunner:
             target = torch.empty(len(packed), dtype=torch.int32, device=self.device)
             self.uploads.upload(packed, target)
         return list(target.split(lengths))
+
+    # ------------------------------------------------------------------ between requests
+
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Write new values into parameters, in place: graphs go on with them."""
+        update_weights(self.model, weights)
+
+    def sleep(self) -> None:
+        """Give the KV cache's memory back, and the graphs that know its address."""
+        self.synchronize()
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
+        self._release_pool()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake_up(self, num_blocks: int) -> None:
+        """Allocate a KV cache of so many blocks, zeroed, and capture graphs over it."""
+        self._bind_pool(num_blocks)
+        self.capture_cudagraph()
 
     # ------------------------------------------------------------------ end
 

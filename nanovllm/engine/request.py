@@ -13,8 +13,9 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logprobs import LogprobLog
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from nanovllm.outputs import CompletionOutput, PromptLogprobs, RequestMetrics, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 Prompt = str | Items[int] | np.ndarray | Mapping[str, object]
@@ -96,15 +97,21 @@ def derive_seed(*parts: int) -> int:
 class Sample:
     """One of a request's n samples: its sequence and its text."""
 
-    __slots__ = ("_num_read", "detokenizer", "index", "num_reported", "request", "seq")
+    __slots__ = ("_num_read", "detokenizer", "index", "logprobs", "num_reported", "request", "seq")
 
     def __init__(
-        self, request: "Request", index: int, seq: Sequence, detokenizer: Detokenizer | None
+        self,
+        request: "Request",
+        index: int,
+        seq: Sequence,
+        detokenizer: Detokenizer | None,
+        logprobs: LogprobLog | None = None,
     ) -> None:
         self.request = request
         self.index = index
         self.seq = seq
         self.detokenizer = detokenizer  # None: the caller wants token ids only
+        self.logprobs = logprobs  # None: the caller wants none
         self.num_reported = 0  # output tokens that earlier deltas held
         self._num_read = seq.num_tokens  # tokens that the text need not or did take in
 
@@ -141,20 +148,24 @@ class Sample:
     def completion(self) -> CompletionOutput:
         """The sample as it stands."""
         text = self.detokenizer.text if self.detokenizer is not None else ""
-        return self._output(text, self.seq.output_token_ids)
+        return self._output(text, self.seq.output_token_ids, 0)
 
     def take_delta(self) -> CompletionOutput:
         """What is new since the last delta."""
-        token_ids = self.seq.output_token_ids[self.num_reported :]
+        start = self.num_reported
+        token_ids = self.seq.output_token_ids[start:]
         self.num_reported += len(token_ids)
         text = self.detokenizer.take_delta() if self.detokenizer is not None else ""
-        return self._output(text, token_ids)
+        return self._output(text, token_ids, start)
 
-    def _output(self, text: str, token_ids: list[int]) -> CompletionOutput:
+    def _output(self, text: str, token_ids: list[int], start: int) -> CompletionOutput:
+        log = self.logprobs
         return CompletionOutput(
             index=self.index,
             text=text,
             token_ids=token_ids,
+            cumulative_logprob=log.total if log is not None else None,
+            logprobs=log.entries()[start:] if log is not None else None,
             finish_reason=self.seq.finish_reason,  # type: ignore[arg-type]  # one of FinishReason
             stop_reason=self.seq.stop_reason,
         )
@@ -170,6 +181,7 @@ class Request:
         "params",
         "prompt",
         "prompt_index",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "samples",
@@ -189,6 +201,7 @@ class Request:
         self.params = params
         self.prompt_index = prompt_index  # place in its call
         self.samples: list[Sample] = []
+        self.prompt_logprobs: LogprobLog | None = None  # of the tokens from the second on
         self.num_unfinished = params.n
         self.arrival_time = time.monotonic()
         self.first_token_time: float | None = None
@@ -208,6 +221,7 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=completions,
             finished=self.is_finished,
+            prompt_logprobs=self._prompt_logprobs(),
             num_cached_tokens=first.num_prompt_cached_tokens or 0,
             metrics=RequestMetrics(
                 arrival_time=self.arrival_time,
@@ -217,3 +231,10 @@ class Request:
             ),
             prompt_index=self.prompt_index,
         )
+
+    def _prompt_logprobs(self) -> PromptLogprobs | None:
+        """None where nobody asked, and until the prompt is through."""
+        entries = self.prompt_logprobs.entries() if self.prompt_logprobs is not None else None
+        if entries is None or len(entries) + 1 < len(self.prompt_token_ids):
+            return None
+        return [None, *entries]

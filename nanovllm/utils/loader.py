@@ -9,8 +9,9 @@ Every parameter is written exactly once, or loading ends with an error that name
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -121,20 +122,67 @@ def load_weights(model: nn.Module, weights: Iterable[tuple[str, LoadedTensor]]) 
     mapping: dict[str, tuple[str, Hashable]] = model.packed_modules_mapping  # type: ignore[assignment]
     written: Counter[tuple[str, Hashable]] = Counter()
     for name, tensor in weights:
-        if name.endswith(_DERIVED_SUFFIXES) or _is_tied_copy(name, params):
+        target = _find_target(name, params, mapping)
+        if target is None:
             continue
-        param_name, shard_id = _target_of(name, mapping)
-        param = params.get(param_name)
-        if param is None or (shard_id is None and _is_packed(param_name, mapping)):
-            raise ValueError(f"checkpoint tensor {name} has no parameter in {type(model).__name__}")
+        param_name, shard_id = target
         if written[param_name, shard_id]:
             raise ValueError(f"parameter {param_name} is written twice: {name} is a duplicate")
         try:
-            param.weight_loader(param, tensor, shard_id)  # type: ignore[attr-defined]
+            params[param_name].weight_loader(params[param_name], tensor, shard_id)  # type: ignore[attr-defined]
         except ValueError as error:
             raise ValueError(f"checkpoint tensor {name}: {error}") from error
         written[param_name, shard_id] += 1
     _check_complete(params, mapping, written)
+
+
+def update_weights(
+    model: nn.Module, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+) -> None:
+    """Overwrite parameters with named tensors in the checkpoint's form, all of them or some.
+
+    Every tensor is checked before it is written. A dict, list or tuple is checked as a whole before
+    anything is; of an iterator, which may produce more than memory holds, what came before the
+    mistake has been written.
+
+    Raises:
+        ValueError: A tensor has no parameter or another shape; the text names it.
+        TypeError: Something else than pairs of a name and a floating-point tensor.
+    """
+    if isinstance(weights, Mapping):
+        weights = list(weights.items())
+    if isinstance(weights, list | tuple):
+        for item in weights:
+            _write(model, item, is_rehearsal=True)
+    for num_written, item in enumerate(weights):
+        try:
+            _write(model, item, is_rehearsal=True)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{error} ({num_written} tensors before it are written)") from error
+        _write(model, item)
+
+
+def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
+    """Write one tensor to where it belongs; a rehearsal does the same to tensors without memory."""
+    is_pair = isinstance(item, tuple | list) and len(item) == 2
+    name, tensor = item if is_pair else (item, None)  # type: ignore[misc]  # is_pair says so
+    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"weights must be pairs of a name and a tensor, not {type(item).__name__}")
+    if not tensor.is_floating_point():
+        raise TypeError(f"weight {name} must be floating point, not {tensor.dtype}")
+    params = dict(model.named_parameters())
+    target = _find_target(name, params, model.packed_modules_mapping)  # type: ignore[arg-type]
+    if target is None:
+        return
+    param = params[target.param_name]
+    load = param.weight_loader  # type: ignore[attr-defined]
+    if is_rehearsal:
+        tensor = torch.empty(tensor.shape, device="meta")
+        param = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+    try:
+        load(param, tensor, target.shard_id)
+    except ValueError as error:
+        raise ValueError(f"weight {name}: {error}") from error
 
 
 def initialize_dummy(model: nn.Module, seed: int = 0) -> None:
@@ -147,22 +195,44 @@ def initialize_dummy(model: nn.Module, seed: int = 0) -> None:
         param.data.normal_(0.0, 0.02, generator=generator)
 
 
-def _is_tied_copy(name: str, params: dict[str, nn.Parameter]) -> bool:
+def _is_tied_copy(name: str, params: Mapping[str, nn.Parameter]) -> bool:
     """Whether `name` repeats a weight that this model shares: named_parameters lists those once."""
     return name == "lm_head.weight" and name not in params
 
 
-def _target_of(name: str, mapping: dict[str, tuple[str, Hashable]]) -> tuple[str, Hashable | None]:
+class _Target(NamedTuple):
+    param_name: str
+    shard_id: Hashable | None  # which of the tensors that share the parameter; None: it has one
+
+
+def _find_target(
+    name: str, params: Mapping[str, nn.Parameter], mapping: Mapping[str, tuple[str, Hashable]]
+) -> _Target | None:
+    """Where a checkpoint tensor goes; None if this model computes or shares it.
+
+    Raises:
+        ValueError: It has no parameter.
+    """
+    if name.endswith(_DERIVED_SUFFIXES) or _is_tied_copy(name, params):
+        return None
+    target = _target_of(name, mapping)
+    is_part = target.shard_id is not None or not _is_packed(target.param_name, mapping)
+    if target.param_name not in params or not is_part:
+        raise ValueError(f"checkpoint tensor {name} has no parameter in this model")
+    return target
+
+
+def _target_of(name: str, mapping: Mapping[str, tuple[str, Hashable]]) -> _Target:
     """Parameter that a checkpoint tensor goes into, and the shard of it."""
     parts = name.split(".")
     for i, part in enumerate(parts):
         if part in mapping:
             packed_name, shard_id = mapping[part]
-            return ".".join([*parts[:i], packed_name, *parts[i + 1 :]]), shard_id
-    return name, None
+            return _Target(".".join([*parts[:i], packed_name, *parts[i + 1 :]]), shard_id)
+    return _Target(name, None)
 
 
-def _is_packed(param_name: str, mapping: dict[str, tuple[str, Hashable]]) -> bool:
+def _is_packed(param_name: str, mapping: Mapping[str, tuple[str, Hashable]]) -> bool:
     """Whether a parameter is filled from several checkpoint tensors, never from one of its name."""
     return any(packed_name in param_name.split(".") for packed_name, _ in mapping.values())
 
