@@ -1,16 +1,17 @@
 """Paged split-KV decode attention: one new token a sequence attends to everything it has cached.
- Decoding reads the whole KV cache once a step and does almost no arithmetic, so the only goal is to
+
+Decoding reads the whole KV cache once a step and does almost no arithmetic, so the only goal is to
 keep every multiprocessor streaming until the end. Sequences differ in length, so each is cut into
 *chunks*, and a chunk of one KV head is the unit of work. `plan_decode_kernel` lists the chunks once
 a step, for all layers: it picks the chunk length from the sum of the lengths, so that the list fits
-a grid of `num_seqs + spare_items` rows whatever the lengths are, and puts long chunks first, so
-that short ones fill the gaps at the end. The grid never depends on max_model_len, and one captured
-CUDA graph serves every context length. A sequence of one chunk is written at once; of several, each
-chunk leaves a float32 partial result, and whoever finishes last adds them up, in the order of the
-chunks, so that results don't depend on the order of events. (A second kernel for that costs its
-launch in every layer.)
- The query heads that share a KV head (grouped-query attention) are the rows of one matrix product,
-padded to 16.
+`num_seqs + spare_items` rows of a grid whatever the lengths are, and puts long chunks first, since
+short ones fill the gaps at the end. The grid doesn't depend on max_model_len, and one captured CUDA
+graph serves every context length.
+
+A sequence of one chunk is written at once; of several, each chunk leaves a float32 partial result,
+and whoever finishes last adds them up in the order of the chunks, so that results don't depend on
+the order of events. A second kernel for that would cost a launch in every layer. The query heads
+that share a KV head (grouped-query attention) are the rows of one matrix product, padded to 16.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = [
     "decode_tuning",
 ]
 
-ITEM_FIELDS = 4  # lane, first key, end of keys, number of chunks of the lane; 0 chunks = no work
+ITEM_FIELDS = ("lane", "first key", "end of keys", "chunks of the lane, 0 = no work")
 MIN_QUERY_ROWS = 16  # tl.dot takes no fewer rows
 
 
@@ -62,21 +63,14 @@ class DecodePlan:
     """How one step's work is cut up, shared by all layers; the owner of the partial results.
 
     Addresses never change, so a plan may be captured: `update` and every `decode_attention` that
-        follows it in the
-    same stream belong together. Rows of partial results are overwritten by each layer.
+    follows it in the same stream belong together. Each layer overwrites the partial results.
     """
 
     tuning: DecodeTuning
-    items: (
-        torch.Tensor
-    )  # (max_items, 4) int32: lane, first key, end of keys, chunks of the lane; 0 chunks = no work
-    lane_items: (
-        torch.Tensor
-    )  # (max_num_seqs, 2) int32: a lane's first item; others follow, except the last, this one
-    num_done: (
-        torch.Tensor
-    )  # (max_num_seqs, num_kv_heads) int32: chunks finished; 0 between launches
-    partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: exp-weighted sums of V
+    items: torch.Tensor  # (max_items, 4) int32: ITEM_FIELDS
+    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first item, its last (a remainder)
+    num_done: torch.Tensor  # (max_num_seqs, num_kv_heads) int32: chunks done; 0 between launches
+    partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: weighted sums of V
     partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
     partial_sum: torch.Tensor  # (max_items, num_q_heads) float32: sum of exponentials
 
@@ -92,8 +86,14 @@ class DecodePlan:
         dtype: torch.dtype = torch.bfloat16,
         tuning: DecodeTuning | None = None,
     ) -> DecodePlan:
-        """Allocate a plan for up to max_num_seqs lanes; `dtype` is the cache's, `tuning` is for
-        experiments.
+        """Allocate a plan for up to max_num_seqs lanes.
+
+        Args:
+            max_num_seqs, num_q_heads, num_kv_heads, head_dim: of this rank.
+            block_size: tokens a cache block.
+            device: of the cache.
+            dtype: of the cache.
+            tuning: for experiments.
 
         Raises:
             ValueError: if the heads or the block size are not among those that the kernels take.
@@ -114,7 +114,7 @@ class DecodePlan:
 
         return cls(
             tuning=tuning,
-            items=zeros(max_items, ITEM_FIELDS, dtype=torch.int32),
+            items=zeros(max_items, len(ITEM_FIELDS), dtype=torch.int32),
             lane_items=zeros(max_num_seqs, 2, dtype=torch.int32),
             num_done=zeros(max_num_seqs, num_kv_heads, dtype=torch.int32),
             partial_out=zeros(max_items, num_q_heads, head_dim, dtype=torch.float32),
@@ -123,8 +123,10 @@ class DecodePlan:
         )
 
     def update(self, context_lens: torch.Tensor) -> None:
-        """Plan a step: list the work of `context_lens` (num_seqs,) int32, 0 = padded lane. One
-        launch, no sync.
+        """Plan a step: list the work of all lanes, in one launch.
+
+        Args:
+            context_lens: (num_seqs,) int32: tokens each query may see; 0 = padded lane.
 
         Raises:
             ValueError: if there are more lanes than were allocated, or the dtype is not int32.
@@ -144,8 +146,8 @@ class DecodePlan:
         max_num_seqs = self.lane_items.shape[0]
         if context_lens.dim() != 1 or not 0 < context_lens.shape[0] <= max_num_seqs:
             raise ValueError(
-                f"context_lens is {tuple(context_lens.shape)}, the plan has room for 1 to {max_num_seqs} sequences: "
-                "allocate it for more"
+                f"context_lens is {tuple(context_lens.shape)}, the plan has room for 1 to "
+                f"{max_num_seqs} sequences: allocate it for more"
             )
         check_int32(context_lens=context_lens)
         return context_lens.shape[0]
@@ -160,8 +162,9 @@ def decode_attention(
     scale: float,
     plan: DecodePlan,
 ) -> torch.Tensor:
-    """Attend with one query a sequence over its cached keys; reads 2 × context_lens.sum() × KV
-    heads × head_dim.
+    """Attend with one query a sequence over its cached keys, in one launch.
+
+    Reads each cached key and value once: 2 × sum of context_lens × num_kv_heads × head_dim.
 
     Args:
         q: (num_seqs, num_q_heads, head_dim), last dimension contiguous.
@@ -191,8 +194,8 @@ def decode_attention(
     check_heads(num_q_heads, num_kv_heads, head_dim, block_size)
     if plan.partial_out.shape[1:] != q.shape[1:]:
         raise ValueError(
-            f"the plan is for {tuple(plan.partial_out.shape[1:])} (query heads, head_dim), q has {tuple(q.shape[1:])}: "
-            "allocate one for these heads"
+            f"the plan is for {tuple(plan.partial_out.shape[1:])} (query heads, head_dim), "
+            f"q has {tuple(q.shape[1:])}: allocate one for these heads"
         )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     group = num_q_heads // num_kv_heads
@@ -219,7 +222,7 @@ def decode_attention_torch(
     context_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """`decode_attention` in plain torch, in float32, one sequence after the other; any block size."""
+    """`decode_attention` in plain torch and float32, a sequence at a time; any block size."""
     _check_attention(q, k_cache, v_cache, block_tables, context_lens)
     out = torch.zeros_like(q)
     for lane, context_len in enumerate(context_lens.tolist()):
@@ -234,9 +237,7 @@ def decode_attention_torch(
 def gather_kv(
     k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, context_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one sequence's keys and values from the cache, (context_len, num_kv_heads, head_dim)
-    float32 each.
-    """
+    """Return one sequence's keys and values, (context_len, num_kv_heads, head_dim) float32."""
     block_ids = block_table[: triton.cdiv(context_len, k_cache.shape[1])].long()
     key, value = (
         cache[block_ids].flatten(0, 1)[:context_len].float() for cache in (k_cache, v_cache)
@@ -260,11 +261,11 @@ def plan_decode_kernel(
     BLOCK_CHUNKS: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr,
 ):
-    """List full chunks by lane, then remainders by length, then items without work; BLOCK_LANES
-    lanes a program.
+    """List full chunks by lane, then remainders by length, then items without work.
 
-    A padded lane has one item of no keys, so that its output is written too. Programs don't
-    communicate: each counts, over all lanes, what stands before its own.
+    A program lists the chunks of BLOCK_LANES lanes. A padded lane has one item of no keys, so that
+    its output is written too. Programs don't communicate: each counts, over all lanes, what stands
+    before its own.
     """
     program = tl.program_id(0)
     chunk = _pick_chunk(
@@ -275,24 +276,9 @@ def plan_decode_kernel(
     num_full = lens // chunk
     rest = lens - num_full * chunk
     has_rest = (lanes < num_seqs) & ((rest > 0) | (lens == 0))
-    first_item = tl.zeros([BLOCK_LANES], tl.int32)
-    rank = tl.zeros([BLOCK_LANES], tl.int32)  # among all remainders, longest first
-    total_full = 0
-    total_rest = 0
-    for first in range(0, num_seqs, BLOCK_SEQS):
-        others = first + tl.arange(0, BLOCK_SEQS)
-        other_lens = tl.load(context_lens_ptr + others, mask=others < num_seqs, other=0)
-        other_full = other_lens // chunk
-        other_rest = other_lens - other_full * chunk
-        other_has_rest = (others < num_seqs) & ((other_rest > 0) | (other_lens == 0))
-        is_earlier = others[None, :] < lanes[:, None]
-        is_longer = other_rest[None, :] > rest[:, None]
-        is_before = is_longer | ((other_rest[None, :] == rest[:, None]) & is_earlier)
-        first_item += tl.sum(tl.where(is_earlier, other_full[None, :], 0), axis=1)
-        rank += tl.sum((is_before & other_has_rest[None, :]).to(tl.int32), axis=1)
-        total_full += tl.sum(other_full, axis=0)
-        total_rest += tl.sum(other_has_rest.to(tl.int32), axis=0)
-
+    first_item, rank, total_full, total_rest = _count_before(
+        context_lens_ptr, num_seqs, chunk, lanes, rest, BLOCK_LANES, BLOCK_SEQS
+    )
     num_chunks = num_full + has_rest.to(tl.int32)
     for first in range(0, tl.max(num_full, axis=0), BLOCK_CHUNKS):
         index = first + tl.arange(0, BLOCK_CHUNKS)[None, :]
@@ -323,8 +309,7 @@ def _pick_chunk(
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CANDIDATES: tl.constexpr,
 ):
-    """Smallest of BLOCK_CANDIDATES chunk lengths with which all lanes fit num_items items; a
-    multiple of chunk_step.
+    """Smallest of some multiples of chunk_step with which all lanes fit num_items items.
 
     total / num_items is too short unless every length is a multiple of it; total / spare items
     always suffices, since at most that many chunks are full and at most num_seqs are not.
@@ -345,6 +330,37 @@ def _pick_chunk(
         lens = tl.where(seqs < num_seqs, tl.maximum(lens, 1), 0)
         counts += tl.sum(tl.cdiv(lens[:, None], candidates[None, :]), axis=0)
     return tl.min(tl.where(counts <= num_items, candidates, 2**31 - 1), axis=0)
+
+
+@triton.jit
+def _count_before(
+    context_lens_ptr,
+    num_seqs,
+    chunk,
+    lanes,
+    rest,
+    BLOCK_LANES: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
+):
+    """Full chunks of the lanes before each of `lanes`, rank of its remainder, and both totals."""
+    first_item = tl.zeros([BLOCK_LANES], tl.int32)
+    rank = tl.zeros([BLOCK_LANES], tl.int32)  # among all remainders, longest first
+    total_full = 0
+    total_rest = 0
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        others = first + tl.arange(0, BLOCK_SEQS)
+        other_lens = tl.load(context_lens_ptr + others, mask=others < num_seqs, other=0)
+        other_full = other_lens // chunk
+        other_rest = other_lens - other_full * chunk
+        other_has_rest = (others < num_seqs) & ((other_rest > 0) | (other_lens == 0))
+        is_earlier = others[None, :] < lanes[:, None]
+        is_longer = other_rest[None, :] > rest[:, None]
+        is_before = is_longer | ((other_rest[None, :] == rest[:, None]) & is_earlier)
+        first_item += tl.sum(tl.where(is_earlier, other_full[None, :], 0), axis=1)
+        rank += tl.sum((is_before & other_has_rest[None, :]).to(tl.int32), axis=1)
+        total_full += tl.sum(other_full, axis=0)
+        total_rest += tl.sum(other_has_rest.to(tl.int32), axis=0)
+    return first_item, rank, total_full, total_rest
 
 
 @triton.jit
@@ -386,9 +402,7 @@ def decode_attention_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_GROUP: tl.constexpr,
 ):
-    """One work item of one KV head a program; neighbours share the item, so they read neighbouring
-    rows.
-    """
+    """One work item of one KV head a program; neighbours share the item and read adjacent rows."""
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     lane = tl.load(items_ptr + item * 4).to(tl.int64)
@@ -412,26 +426,12 @@ def decode_attention_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
-    for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(
-            block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N
-        )
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        offsets = offsets[:, None] + dims[None, :]
-        is_key = first + tl.arange(0, BLOCK_N) < end
-        # Masked rows are zeros, not whatever the slot holds: a probability of 0 times NaN is NaN.
-        kv_mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = tl.where(is_key[None, :], scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
-        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
+    last_key = tl.zeros([BLOCK_M], tl.int32) + end - 1
+    acc, row_max, row_sum = attend_keys(
+        acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, start, end, start, last_key,
+        scale_log2, cache_stride_block, cache_stride_token,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, False,
+    )  # fmt: skip
 
     num_q_heads = NUM_KV_HEADS * GROUP
     if num_chunks == 1:
@@ -477,12 +477,8 @@ def _combine_chunks(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Add up a lane's partial results for the query heads of one KV head, in the order of its
-    chunks.
-    """
-    BLOCK_CHUNKS: tl.constexpr = (
-        32 // BLOCK_GROUP
-    )  # loads in flight; the order of a sum depends on it
+    """Add up a lane's partial results for the heads of one KV head, in the order of its chunks."""
+    BLOCK_CHUNKS: tl.constexpr = 32 // BLOCK_GROUP  # loads in flight
     num_q_heads = NUM_KV_HEADS * GROUP
     first_item = tl.load(lane_items_ptr + lane * 2)
     last_item = tl.load(lane_items_ptr + lane * 2 + 1)
@@ -508,9 +504,7 @@ def _combine_chunks(
             other=0.0,
         )
         new_top = tl.maximum(top, tl.max(chunk_max, axis=0))
-        new_top = tl.where(
-            row_mask, new_top, 0.0
-        )  # rows beyond the group have no chunk: keep them finite
+        new_top = tl.where(row_mask, new_top, 0.0)  # rows beyond the group have only -inf
         weight = tl.exp2(chunk_max - new_top[None, :])
         rescale = tl.exp2(top - new_top)
         total = total * rescale + tl.sum(chunk_sum * weight, axis=0)
@@ -522,9 +516,73 @@ def _combine_chunks(
 
 
 @triton.jit
+def attend_keys(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    start,
+    end,
+    end_unmasked,
+    last_key,
+    scale_log2,
+    cache_stride_block,
+    cache_stride_token,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    BRANCHED: tl.constexpr,
+):
+    """Online softmax of query rows over keys start .. end - 1; row i sees keys up to last_key[i].
+
+    MASKED says that some key of a tile may be hidden; else these are whole tiles that every row may
+    see. BRANCHED says that this is so only for tiles from end_unmasked on.
+    """
+    dims = tl.arange(0, BLOCK_D)
+    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
+    for first in range(start, end, BLOCK_N):
+        offsets = kv_row_offsets(
+            block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N
+        )
+        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
+        offsets = offsets[:, None] + dims[None, :]
+        keys = first + tl.arange(0, BLOCK_N)
+        if MASKED:
+            # Zeros, not whatever the slot holds: a probability of 0 times NaN is NaN.
+            kv_mask = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
+            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            k = tl.load(k_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+            v = tl.load(v_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+        else:
+            k = tl.load(k_cache_ptr + offsets)
+            v = tl.load(v_cache_ptr + offsets)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if BRANCHED:
+            if first >= end_unmasked:
+                is_hidden = (keys[None, :] > last_key[:, None]) | (keys >= end)[None, :]
+                scores = tl.where(is_hidden, float("-inf"), scores)
+        elif MASKED:
+            is_hidden = (keys[None, :] > last_key[:, None]) | (keys >= end)[None, :]
+            scores = tl.where(is_hidden, float("-inf"), scores)
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
+        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
+        rescale = tl.exp2(row_max - new_max)
+        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
+        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit
 def load_block_ids(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ids of the blocks that hold positions first .. first + BLOCK_N - 1: one if that is one block,
-    else (BLOCK_N,).
+    """Ids of the blocks that hold BLOCK_N positions from `first` on; one id if that is one block.
 
     Positions from `end` on get block 0. Call it a tile ahead: left beside the loads of K and V that
     need it, it takes one of the stages of Triton's software pipeline.
@@ -545,19 +603,13 @@ def kv_row_offsets(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Offsets (BLOCK_N,) int64 of the cache rows of positions first, first + 1, ...; first is a
-    multiple of BLOCK_N.
-    """
+    """Offsets (BLOCK_N,) int64 of the cache rows of positions from `first` on."""
     rows = tl.arange(0, BLOCK_N)
+    blocks = block_ids.to(tl.int64) * cache_stride_block
     if BLOCK_SIZE >= BLOCK_N:
-        tile = (
-            block_ids.to(tl.int64) * cache_stride_block + (first % BLOCK_SIZE) * cache_stride_token
-        )
-        return tile + rows * cache_stride_token
+        return blocks + (first % BLOCK_SIZE) * cache_stride_token + rows * cache_stride_token
     else:
-        return (
-            block_ids.to(tl.int64) * cache_stride_block + (rows % BLOCK_SIZE) * cache_stride_token
-        )
+        return blocks + (rows % BLOCK_SIZE) * cache_stride_token
 
 
 def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
@@ -582,7 +634,8 @@ def check_queries(q: torch.Tensor, k_cache: torch.Tensor) -> None:
         )
     if q.dtype != k_cache.dtype or q.stride(2) != 1:
         raise ValueError(
-            f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, last dimension contiguous"
+            f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, "
+            "last dimension contiguous"
         )
 
 
@@ -592,7 +645,8 @@ def check_int32(**tensors: torch.Tensor) -> None:
         is_contiguous = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
         if tensor.dtype != torch.int32 or not is_contiguous:
             raise ValueError(
-                f"{name} is {tensor.dtype} with strides {tensor.stride()}: must be int32, last dimension contiguous"
+                f"{name} is {tensor.dtype} with strides {tensor.stride()}: must be int32, "
+                "last dimension contiguous"
             )
 
 
@@ -612,6 +666,6 @@ def _check_attention(
         or block_tables.shape[0] != q.shape[0]
     ):
         raise ValueError(
-            f"q has {q.shape[0]} sequences, context_lens is {tuple(context_lens.shape)} and block_tables "
+            f"q is {tuple(q.shape)}, context_lens {tuple(context_lens.shape)}, block_tables "
             f"{tuple(block_tables.shape)}: the first dimensions must agree"
         )

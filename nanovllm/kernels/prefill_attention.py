@@ -1,11 +1,13 @@
 """Varlen causal prefill attention over the paged cache.
- Keys and values are stored before attention runs, so there is one path for fresh prompts, prompts
-whose prefix is cached and later chunks of a long prompt: sequence s brings n new queries, has L
+
+Keys and values are stored before attention runs, so there is one path for fresh prompts, prompts
+whose prefix is cached and later chunks of a long prompt: a sequence brings n new queries, has L
 cached tokens, these included, and query i sees keys 0 .. L - n + i. All sequences are packed into
 one (tokens, heads, head_dim) tensor, without padding.
- A program computes a tile of query rows of one KV head. Rows are (token, head of the group) pairs,
-so that the query heads that share a KV head read it once, for any group. Keys that every row of the
-tile may see go through a loop without masks; the diagonal and the end go through a second one.
+
+A program computes a tile of query rows of one KV head. Rows are (token, head of the group) pairs,
+so that the query heads that share a KV head read it once, for any group. Only the tiles of keys on
+the diagonal and at the end need a mask.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from typing import NamedTuple
 import torch
 
 from nanovllm.kernels.decode_attention import (
+    attend_keys,
     check_heads,
     check_int32,
     check_queries,
     gather_kv,
-    kv_row_offsets,
-    load_block_ids,
 )
 from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache
@@ -37,15 +38,11 @@ class PrefillTuning(NamedTuple):
     num_warps: int
     num_stages: int
     split_loop: bool = False  # keys that all rows see in a loop of their own, without masks
-    max_registers: int | None = (
-        None  # a thread; 128 lets two programs of 8 warps share a multiprocessor
-    )
+    max_registers: int | None = None  # a thread; 128: two programs of 8 warps a multiprocessor
 
 
 def prefill_tuning(head_dim: int, element_bytes: int, shared_memory_bytes: int) -> PrefillTuning:
-    """Return the constants for a device with so much shared memory a program; tuned on one H200 in
-    bfloat16.
-    """
+    """Return the constants for a device with so much shared memory a program."""
     if element_bytes > 2:
         block_n = 32 if head_dim <= 128 else 16
         return PrefillTuning(block_m=32, block_n=block_n, num_warps=8, num_stages=2)
@@ -133,7 +130,7 @@ def prefill_attention_torch(
     max_seqlen_q: int,
     scale: float,
 ) -> torch.Tensor:
-    """`prefill_attention` in plain torch, in float32, one sequence after the other; any block size."""
+    """`prefill_attention` in plain torch and float32, a sequence at a time; any block size."""
     _check_prefill(q, k_cache, v_cache, block_tables, cu_seqlens_q, context_lens)
     out = torch.empty_like(q)
     starts = cu_seqlens_q.tolist()
@@ -157,7 +154,8 @@ def prefill_attention_torch(
 
 @triton.jit(
     do_not_specialize=[
-        "block_tables_ptr", "cu_seqlens_q_ptr", "context_lens_ptr", "num_seqs", "q_stride_token", "table_stride",
+        "block_tables_ptr", "cu_seqlens_q_ptr", "context_lens_ptr", "num_seqs", "q_stride_token",
+        "table_stride",
     ]
 )  # fmt: skip
 def prefill_attention_kernel(
@@ -186,9 +184,7 @@ def prefill_attention_kernel(
     BLOCK_D: tl.constexpr,
     SPLIT_LOOP: tl.constexpr,
 ):
-    """One tile of one KV head a program; tiles are dense over the sequences, the last of a sequence
-    first.
-    """
+    """One tile of one KV head a program; tiles are dense over the sequences."""
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     seq, tile, first_token, num_new, context_len = _find_tile(
         cu_seqlens_q_ptr,
@@ -227,24 +223,21 @@ def prefill_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if SPLIT_LOOP:
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, end_unmasked,
-            end_unmasked, last_key,
-            scale_log2, cache_stride_block, cache_stride_token, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-            BLOCK_D, False, False,
+            end_unmasked, last_key, scale_log2, cache_stride_block, cache_stride_token,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, False, False,
         )  # fmt: skip
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend_keys(
             acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, end_unmasked, end,
-            end_unmasked, last_key,
-            scale_log2, cache_stride_block, cache_stride_token, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-            BLOCK_D, True, False,
+            end_unmasked, last_key, scale_log2, cache_stride_block, cache_stride_token,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, False,
         )  # fmt: skip
     else:
-        acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, end, end_unmasked,
-            last_key,
-            scale_log2, cache_stride_block, cache_stride_token, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-            BLOCK_D, True, True,
+        acc, row_max, row_sum = attend_keys(
+            acc, row_max, row_sum, q, k_cache_ptr, v_cache_ptr, table_ptr, 0, end,
+            end_unmasked, last_key, scale_log2, cache_stride_block, cache_stride_token,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, BLOCK_D, True, True,
         )  # fmt: skip
     out_rows = q_rows * (NUM_KV_HEADS * GROUP) + head
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
@@ -292,68 +285,6 @@ def _find_tile(
     return seq, end_tile - 1 - index, first_token, num_new, context_len
 
 
-@triton.jit
-def _attend(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    start,
-    end,
-    end_unmasked,
-    last_key,
-    scale_log2,
-    cache_stride_block,
-    cache_stride_token,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    BRANCHED: tl.constexpr,
-):
-    """Online softmax over keys start .. end - 1; unmasked, these are whole tiles that every row may
-    see.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
-    for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(
-            block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N
-        )
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        offsets = offsets[:, None] + dims[None, :]
-        keys = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            kv_mask = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            k = tl.load(k_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k = tl.load(k_cache_ptr + offsets)
-            v = tl.load(v_cache_ptr + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if BRANCHED:
-            if first >= end_unmasked:
-                is_visible = (keys[None, :] <= last_key[:, None]) & (keys < end)[None, :]
-                scores = tl.where(is_visible, scores, float("-inf"))
-        elif MASKED:
-            is_visible = (keys[None, :] <= last_key[:, None]) & (keys < end)[None, :]
-            scores = tl.where(is_visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
-        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
 def _shared_memory_bytes(device: torch.device) -> int:
     """Shared memory that one program may use; 0 for the CPU, where only the interpreter runs
     kernels.
@@ -381,6 +312,8 @@ def _check_prefill(
         or block_tables.dim() != 2
     ):
         raise ValueError(
-            f"block_tables is {tuple(block_tables.shape)}, cu_seqlens_q {tuple(cu_seqlens_q.shape)}, context_lens "
-            f"{tuple(context_lens.shape)}: must be (num_seqs, max_blocks), (num_seqs + 1,) and (num_seqs,)"
+            f"block_tables is {tuple(block_tables.shape)}, "
+            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)}, context_lens "
+            f"{tuple(context_lens.shape)}: must be (num_seqs, max_blocks), "
+            "(num_seqs + 1,) and (num_seqs,)"
         )

@@ -1,13 +1,14 @@
-"""Writing keys and values into the paged KV cache, and the cache's layout, which the attention
-kernels share.
- One contiguous KV region per sequence fails in three ways: it must be reserved at the maximal
-length, freed regions leave holes that no other length fits, and a sequence can't give memory back
-while it waits. So the cache is a pool of equal blocks, `(num_blocks, block_size, num_kv_heads,
-head_dim)`, and a sequence owns a list of them, its block table. The *slot* of a token is `block_id
-· block_size + offset`: a step's `slot_mapping` says where each new token goes, and -1 marks the
-padding of a captured graph, which must not be stored.
- Only the last dimension has to be contiguous, so a pool laid out as [block, head, token, dim] works
-as a view.
+"""Writing keys and values into the paged KV cache, whose layout the attention kernels share.
+
+One contiguous KV region per sequence fails in three ways: it must be reserved at maximal length,
+freed regions leave holes that no other length fits, and a sequence can't give memory back while it
+waits. So the cache is a pool of equal blocks, `(num_blocks, block_size, num_kv_heads, head_dim)`,
+and a sequence owns a list of them, its block table. The *slot* of a token is `block_id · block_size
++ offset`: a step's `slot_mapping` says where each new token goes, and -1 marks the padding of a
+captured graph, which must not be stored.
+
+Only the last dimension has to be contiguous: a pool laid out as [block, head, token, dim] works as
+a view.
 """
 
 from __future__ import annotations
@@ -149,15 +150,17 @@ def _check_store(
         )
     if key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError(
-            f"key and value need a contiguous last dimension, not strides {key.stride()}, {value.stride()}"
+            f"key has strides {key.stride()}, value {value.stride()}: "
+            "the last dimension must be contiguous"
         )
     if key.dtype != k_cache.dtype or value.dtype != k_cache.dtype:
         raise ValueError(
-            f"key is {key.dtype}, value {value.dtype}, the cache {k_cache.dtype}: cast key and value first"
+            f"key is {key.dtype}, value {value.dtype}, the cache {k_cache.dtype}: must be equal"
         )
     if slot_mapping.shape != key.shape[:1] or slot_mapping.dtype != torch.int32:
         raise ValueError(
-            f"slot_mapping is {tuple(slot_mapping.shape)} {slot_mapping.dtype}, must be ({key.shape[0]},) int32"
+            f"slot_mapping is {tuple(slot_mapping.shape)} {slot_mapping.dtype}, "
+            f"must be ({key.shape[0]},) int32"
         )
     if slot_mapping.stride(0) != 1 and key.shape[0] > 1:
         raise ValueError(f"slot_mapping has stride {slot_mapping.stride(0)}: make it contiguous")

@@ -1,12 +1,13 @@
-"""Measure the attention kernels on this GPU against a device copy and, where importable, flash-attn 2 and 3.
+"""Measure the attention kernels against a device copy and, where importable, flash-attn 2 and 3.
 
     python -m tests.kernels.bench_attention            # the table of the README, about a minute
-    python -m tests.kernels.bench_attention --tune     # and which constants of the kernels are fastest
+    python -m tests.kernels.bench_attention --tune     # and which kernel constants are fastest
 
-Decode is measured as an engine runs it: one CUDA graph, captured for block tables of max_model_len 4096, that plans a
-step once and then attends in 28 layers, here with 8 distinct caches in turn, so that nothing stays in the L2 cache.
-Blocks are shuffled and data random. The figure is the K and V bytes of the contexts over the time of a layer, the plan
-included. Prefill counts 4 · head_dim · query heads operations for each visible (query, key) pair.
+Decode is measured as an engine runs it: one CUDA graph, captured for block tables of max_model_len
+4096, that plans a step once and then attends in 28 layers, here with 8 distinct caches in turn, so
+that nothing stays in the L2 cache. Blocks are shuffled and data random. The figure is the K and V
+bytes of the contexts over the time of a layer, the plan included. Prefill counts 4 · head_dim ·
+query heads operations for each visible (query, key) pair.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -53,7 +55,8 @@ class DecodeShape:
     target: float | None = None  # fraction of the copy's bytes/s
 
     def __str__(self) -> str:
-        return f"{self.num_seqs} x {self.low}..{self.high}, {self.num_q_heads}/8, block {self.block_size}"
+        heads = f"{self.num_q_heads}/{NUM_KV_HEADS}"
+        return f"{self.num_seqs} x {self.low}..{self.high}, {heads}, block {self.block_size}"
 
 
 DECODE_SHAPES = [
@@ -72,12 +75,16 @@ PREFILL_HEADS = (16, 32)
 class PagedBatch:
     """Random queries over NUM_CACHES shuffled caches; both layouts are views of the same memory."""
 
-    def __init__(self, pool: torch.Tensor, lens: list[int], num_q_heads: int, block_size: int, num_new: int) -> None:
+    def __init__(
+        self, pool: torch.Tensor, lens: list[int], num_q_heads: int, block_size: int, num_new: int
+    ) -> None:
         device = pool.device
         counts = [-(-length // block_size) for length in lens]
         num_blocks = sum(counts) + 1
         caches = pool[: NUM_CACHES * 2 * num_blocks * block_size * NUM_KV_HEADS * HEAD_DIM]
-        self.tokens_first = caches.view(NUM_CACHES, 2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM)
+        self.tokens_first = caches.view(
+            NUM_CACHES, 2, num_blocks, block_size, NUM_KV_HEADS, HEAD_DIM
+        )
         heads_first = caches.view(NUM_CACHES, 2, num_blocks, NUM_KV_HEADS, block_size, HEAD_DIM)
         self.heads_first = heads_first.transpose(3, 4)
         ids = iter((torch.randperm(num_blocks - 1) + 1).tolist())
@@ -90,14 +97,20 @@ class PagedBatch:
         self.scale = HEAD_DIM**-0.5
         self.block_size = block_size
 
-    def layers(self, caches: torch.Tensor, num_layers: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def layers(
+        self, caches: torch.Tensor, num_layers: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for layer in range(num_layers):
             yield caches[layer % NUM_CACHES, 0], caches[layer % NUM_CACHES, 1]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tune", action="store_true", help="also sweep the constants of the kernels")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="also sweep the constants of the kernels"
+    )
     arguments = parser.parse_args()
     random.seed(0)
     torch.manual_seed(0)
@@ -135,10 +148,10 @@ def graph_seconds(step: Callable[[], None], repeats: int = 10) -> float:
     return statistics.median(times)
 
 
-def try_seconds(step: Callable[[], None], name: str) -> float | None:
-    """Time of an optional competitor; None if it is not installed or refuses the shape."""
+def try_seconds(measure: Callable[[], float], name: str) -> float | None:
+    """Time of an optional competitor or variant; None if it refuses."""
     try:
-        return graph_seconds(step)
+        return measure()
     except Exception as error:  # noqa: BLE001 - whatever a foreign library raises, the table goes on
         print(f"{name}: {type(error).__name__}: {str(error)[:150]}")
         torch.cuda.synchronize()
@@ -180,7 +193,13 @@ def decode_seconds(
 def decode_plan(batch: PagedBatch, tuning: DecodeTuning | None = None) -> DecodePlan:
     num_seqs, num_q_heads, _ = batch.q.shape
     return DecodePlan.allocate(
-        num_seqs, num_q_heads, NUM_KV_HEADS, HEAD_DIM, batch.block_size, batch.q.device, tuning=tuning
+        num_seqs,
+        num_q_heads,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        batch.block_size,
+        batch.q.device,
+        tuning=tuning,
     )
 
 
@@ -189,7 +208,13 @@ def decode_error(batch: PagedBatch, caches: torch.Tensor, lanes: int = 8) -> flo
     plan = decode_plan(batch)
     plan.update(batch.context_lens)
     out = decode_attention(
-        batch.q, caches[0, 0], caches[0, 1], batch.block_tables, batch.context_lens, batch.scale, plan
+        batch.q,
+        caches[0, 0],
+        caches[0, 1],
+        batch.block_tables,
+        batch.context_lens,
+        batch.scale,
+        plan,
     )[:lanes].float()
     expected = decode_attention_torch(
         batch.q[:lanes].float(), caches[0, 0].float(), caches[0, 1].float(),
@@ -211,7 +236,7 @@ def flash2_decode_seconds(batch: PagedBatch) -> float | None:
                 block_table=batch.block_tables, softmax_scale=batch.scale, causal=True,
             )  # fmt: skip
 
-    seconds = try_seconds(step, "flash-attn 2")
+    seconds = try_seconds(lambda: graph_seconds(step), "flash-attn 2")
     return seconds and seconds / NUM_LAYERS
 
 
@@ -232,10 +257,14 @@ def flash3_decode_seconds(batch: PagedBatch) -> float | None:
         for k_cache, v_cache in batch.layers(batch.tokens_first, NUM_LAYERS):
             flash_attn_with_kvcache(
                 batch.q.unsqueeze(1), k_cache, v_cache, cache_seqlens=batch.context_lens,
-                page_table=batch.block_tables, softmax_scale=batch.scale, causal=True, scheduler_metadata=metadata,
+                page_table=batch.block_tables, softmax_scale=batch.scale, causal=True,
+                scheduler_metadata=metadata,
             )  # fmt: skip
 
-    times = [try_seconds(lambda: step(False), "flash-attn 3"), try_seconds(lambda: step(True), "metadata")]
+    times = [
+        try_seconds(lambda: graph_seconds(lambda: step(False)), "flash-attn 3"),
+        try_seconds(lambda: graph_seconds(lambda: step(True)), "metadata"),
+    ]
     measured = [seconds / NUM_LAYERS for seconds in times if seconds]
     return min(measured, default=None)
 
@@ -264,17 +293,23 @@ def kv_bytes(batch: PagedBatch) -> int:
 
 
 def tune_decode(pool: torch.Tensor, copy_rate: float) -> list[str]:
-    """Every kernel variant with every plan constant on every shape; the best by their worst shape."""
+    """Every kernel variant with every plan constant on every shape."""
     lines = []
     for num_q_heads in (16, 32):
-        shapes = [replace(shape, num_q_heads=num_q_heads) for shape in DECODE_SHAPES if shape.block_size == 256]
+        shapes = [
+            replace(shape, num_q_heads=num_q_heads)
+            for shape in DECODE_SHAPES
+            if shape.block_size == 256
+        ]
         shapes = list(dict.fromkeys(replace(shape, target=None) for shape in shapes))
         batches = [decode_batch(pool, shape) for shape in shapes]
         tunings = list(decode_tunings())
         compile_decode(batches[-1], tunings)
         results = {
             tuning: [
-                kv_bytes(batch) / decode_seconds(batch, batch.tokens_first, tuning, repeats=4) / copy_rate
+                kv_bytes(batch)
+                / decode_seconds(batch, batch.tokens_first, tuning, repeats=4)
+                / copy_rate
                 for batch in batches
             ]
             for tuning in tunings
@@ -283,7 +318,9 @@ def tune_decode(pool: torch.Tensor, copy_rate: float) -> list[str]:
         names = "; ".join(f"{shape.num_seqs}x{shape.low}..{shape.high}" for shape in shapes)
         lines.append(f"tune decode, {num_q_heads}/8; shapes: {names}")
         lines += [tuning_line("best of each shape", best)]
-        by_worst = sorted(results, key=lambda t: -min(a / b for a, b in zip(results[t], best, strict=True)))
+        by_worst = sorted(
+            results, key=lambda t: -min(a / b for a, b in zip(results[t], best, strict=True))
+        )
         by_large = sorted(results, key=lambda t: -sum(results[t][:3]))
         lines += [tuning_line(f"worst loss: {short(t)}", results[t]) for t in by_worst[:12]]
         lines += [tuning_line(f"large: {short(t)}", results[t]) for t in by_large[:8]]
@@ -311,7 +348,9 @@ def compile_decode(batch: PagedBatch, tunings: list[DecodeTuning]) -> None:
         plan = decode_plan(batch, tuning)
         plan.update(batch.context_lens)
         k_cache, v_cache = batch.tokens_first[0]
-        decode_attention(batch.q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.scale, plan)
+        decode_attention(
+            batch.q, k_cache, v_cache, batch.block_tables, batch.context_lens, batch.scale, plan
+        )
 
     compile_one(tunings[0])
     with ThreadPoolExecutor(8) as pool:
@@ -333,7 +372,9 @@ def tuning_line(name: str, rates: list[float]) -> str:
 # ---- Prefill
 
 
-def prefill_batches(pool: torch.Tensor, num_q_heads: int) -> dict[str, tuple[PagedBatch, torch.Tensor, list[int]]]:
+def prefill_batches(
+    pool: torch.Tensor, num_q_heads: int
+) -> dict[str, tuple[PagedBatch, torch.Tensor, list[int]]]:
     """Named batches of (paged batch, cu_seqlens_q, new tokens of each sequence)."""
     lens = [random.randint(100, 1024) for _ in range(29)]
     cases = {
@@ -358,12 +399,17 @@ def prefill_operations(batch: PagedBatch, num_new: list[int]) -> int:
 
 
 def prefill_seconds(
-    batch: PagedBatch, ends: torch.Tensor, num_new: list[int], tuning: PrefillTuning | None = None, repeats: int = 10
+    batch: PagedBatch,
+    ends: torch.Tensor,
+    num_new: list[int],
+    tuning: PrefillTuning | None = None,
+    repeats: int = 10,
 ) -> float:
     def step() -> None:
         for k_cache, v_cache in batch.layers(batch.tokens_first, NUM_CACHES):
             prefill_attention(
-                batch.q, k_cache, v_cache, batch.block_tables, ends, batch.context_lens, max(num_new), batch.scale,
+                batch.q, k_cache, v_cache, batch.block_tables, ends, batch.context_lens,
+                max(num_new), batch.scale,
                 tuning,
             )  # fmt: skip
 
@@ -374,7 +420,14 @@ def prefill_error(batch: PagedBatch, ends: torch.Tensor, num_new: list[int]) -> 
     """Largest relative error of a (token, head) row of the first two sequences against float32."""
     k_cache, v_cache = batch.tokens_first[0]
     out = prefill_attention(
-        batch.q, k_cache, v_cache, batch.block_tables, ends, batch.context_lens, max(num_new), batch.scale
+        batch.q,
+        k_cache,
+        v_cache,
+        batch.block_tables,
+        ends,
+        batch.context_lens,
+        max(num_new),
+        batch.scale,
     )
     first = slice(0, sum(num_new[:2]))
     expected = prefill_attention_torch(
@@ -384,7 +437,9 @@ def prefill_error(batch: PagedBatch, ends: torch.Tensor, num_new: list[int]) -> 
     return ((out[first].float() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
 
 
-def flash_prefill_seconds(batch: PagedBatch, ends: torch.Tensor, num_new: list[int], version: int) -> float | None:
+def flash_prefill_seconds(
+    batch: PagedBatch, ends: torch.Tensor, num_new: list[int], version: int
+) -> float | None:
     """flash-attn over fresh, contiguous keys, its fastest path; None for cached prefixes."""
     if num_new != batch.context_lens.tolist():
         return None
@@ -395,15 +450,25 @@ def flash_prefill_seconds(batch: PagedBatch, ends: torch.Tensor, num_new: list[i
             from flash_attn_interface import flash_attn_varlen_func
     except (ImportError, OSError):
         return None
-    fresh = batch.tokens_first.flatten(2, 3)[:, :, : len(batch.q)]  # (caches, 2, tokens, heads, head_dim)
+    fresh = batch.tokens_first.flatten(2, 3)[
+        :, :, : len(batch.q)
+    ]  # (caches, 2, tokens, heads, head_dim)
 
     def step() -> None:
         for key, value in batch.layers(fresh, NUM_CACHES):
             flash_attn_varlen_func(
-                batch.q, key, value, ends, ends, max(num_new), max(num_new), softmax_scale=batch.scale, causal=True
+                batch.q,
+                key,
+                value,
+                ends,
+                ends,
+                max(num_new),
+                max(num_new),
+                softmax_scale=batch.scale,
+                causal=True,
             )
 
-    seconds = try_seconds(step, f"flash-attn {version}")
+    seconds = try_seconds(lambda: graph_seconds(step), f"flash-attn {version}")
     return seconds and seconds / NUM_CACHES
 
 
@@ -416,10 +481,13 @@ def prefill_rows(pool: torch.Tensor, num_q_heads: int) -> Iterator[str]:
             "fa3": flash_prefill_seconds(batch, ends, num_new, 3),
         }
         rates = "  ".join(
-            f"{who} {operations / time / 1e12:.0f}" if time else f"{who} -" for who, time in seconds.items()
+            f"{who} {operations / time / 1e12:.0f}" if time else f"{who} -"
+            for who, time in seconds.items()
         )
         error = prefill_error(batch, ends, num_new)
-        yield f"prefill {name}, {len(batch.q):,} tokens, {num_q_heads}/8: TFLOP/s: {rates}; error {error:.1e}"
+        heads = f"{num_q_heads}/{NUM_KV_HEADS}"
+        tokens = f"{len(batch.q):,} tokens"
+        yield f"prefill {name}, {tokens}, {heads}: TFLOP/s: {rates}; error {error:.1e}"
 
 
 def tune_prefill(pool: torch.Tensor) -> list[str]:
@@ -427,8 +495,13 @@ def tune_prefill(pool: torch.Tensor) -> list[str]:
     tunings = [
         PrefillTuning(*constants)
         for constants in (
-            (128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 2),
-            (128, 64, 4, 3), (64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4), (64, 128, 4, 2), (128, 32, 8, 3),
+            (128, 64, 8, 3), (128, 64, 8, 3, True), (128, 64, 8, 2), (128, 64, 8, 2, True),
+            (128, 64, 8, 4),
+            (128, 64, 8, 2, False, 128), (128, 64, 8, 2, True, 128), (128, 128, 8, 2, True),
+            (128, 128, 8, 3, True),
+            (64, 64, 4, 2), (64, 64, 4, 2, True), (64, 64, 4, 3), (64, 64, 4, 3, True),
+            (64, 128, 4, 2, True),
+            (128, 32, 8, 4),
         )
     ]  # fmt: skip
     for num_q_heads in PREFILL_HEADS:
@@ -439,24 +512,25 @@ def tune_prefill(pool: torch.Tensor) -> list[str]:
             rates = []
             for batch, ends, num_new in cases.values():
                 seconds = try_seconds(
-                    lambda batch=batch, ends=ends, num_new=num_new, tuning=tuning: prefill_attention(
-                        batch.q, *batch.tokens_first[0], batch.block_tables, ends, batch.context_lens, max(num_new),
-                        batch.scale, tuning,
-                    ),
-                    str(tuning),
-                )  # fmt: skip
-                rates.append(prefill_operations(batch, num_new) / seconds / 1e12 if seconds else 0.0)
-            lines.append(f"  {tuple(tuning)!s:<24}" + " ".join(f"{rate:6.0f}" for rate in rates))
+                    partial(prefill_seconds, batch, ends, num_new, tuning), str(tuning)
+                )
+                rates.append(
+                    prefill_operations(batch, num_new) / seconds / 1e12 if seconds else 0.0
+                )
+            lines.append(f"  {tuple(tuning)!s:<32}" + " ".join(f"{rate:6.0f}" for rate in rates))
     return lines
 
 
-def compile_prefill(case: tuple[PagedBatch, torch.Tensor, list[int]], tunings: list[PrefillTuning]) -> None:
+def compile_prefill(
+    case: tuple[PagedBatch, torch.Tensor, list[int]], tunings: list[PrefillTuning]
+) -> None:
     batch, ends, num_new = case
 
     def compile_one(tuning: PrefillTuning) -> None:
         try:
             prefill_attention(
-                batch.q, *batch.tokens_first[0], batch.block_tables, ends, batch.context_lens, max(num_new),
+                batch.q, *batch.tokens_first[0], batch.block_tables, ends, batch.context_lens,
+                max(num_new),
                 batch.scale, tuning,
             )  # fmt: skip
         except Exception as error:  # noqa: BLE001 - a variant may need more shared memory than there is
