@@ -51,7 +51,9 @@ class Block:
         self.ref_count = 0
         self.reset()
 
-    def update(self, hash: int, token_ids: list[int], parent_content_id: int, content_id: int):
+    def update(
+        self, hash: int, token_ids: list[int], parent_content_id: int, content_id: int
+    ) -> None:
         """Record the full content of the block, making it comparable."""
         self.hash: int | None = hash
         self.token_ids = token_ids
@@ -61,7 +63,7 @@ class Block:
     def reset(self) -> None:
         """Forget the content: the block is about to be written anew."""
         self.hash = None
-        self.token_ids: list[int] = []
+        self.token_ids = []
         self.parent_content_id = ROOT_CONTENT_ID
         self.content_id = ROOT_CONTENT_ID
 

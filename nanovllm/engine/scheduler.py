@@ -17,6 +17,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Lanes
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ class Step(NamedTuple):
     """A scheduled step: what the ranks run, and whose the tokens are that come back."""
 
     batch: ScheduledBatch
-    sequences: list[Sequence | None]  # by lane; None: the prompt isn't through, drop its token
+    sequences: Lanes[Sequence | None]  # by lane; None: the prompt isn't through, drop its token
 
 
 class _Chunk(NamedTuple):
@@ -156,21 +157,18 @@ class Scheduler:
             self.waiting = deque(seq for seq in self.waiting if seq not in ended)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything back from a running or half-prefilled sequence; it will run again."""
+        """Take everything back from the latest running sequence; it will be computed again."""
+        assert seq is self.running[-1], f"{seq} isn't the latest in running"
         assert seq.num_pending == 0, f"{seq} is preempted with a token in flight"
         self.num_preemptions += 1
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        if self.waiting and self.waiting[0] is seq:
-            return
-        assert self.running[-1] is seq, f"{seq} isn't the latest in running"
-        self.running.pop()
-        self.waiting.appendleft(seq)
+        self.waiting.appendleft(self.running.pop())
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the invariants of the queues, rows and blocks hold."""
         holders = [seq for seq in (*self.running, *self.waiting) if seq.row is not None]
-        rows = [seq.row for seq in holders]
+        rows = [seq.row for seq in holders if seq.row is not None]
         assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), "rows were lost"
         queued = [*self.running, *self.waiting]
         assert len(set(queued)) == len(queued), "a sequence is queued twice"
@@ -249,7 +247,7 @@ class Scheduler:
                 break
             if in_flight:
                 return None
-            self.preempt(self._victim())
+            self.preempt(self.running[-1])
         for seq in needy:
             self._append_block(seq)
         for seq in decodes:
@@ -272,12 +270,6 @@ class Scheduler:
         assert seq.row is not None, f"{seq} runs without a row"
         self._new_blocks.append((seq.row, len(seq.block_table) - 1, block_id))
 
-    def _victim(self) -> Sequence:
-        """The latest admitted: a half-prefilled prompt before any that runs."""
-        if self.waiting and self.waiting[0].row is not None:
-            return self.waiting[0]
-        return self.running[-1]
-
     def _build_prefill(self, chunks: list[_Chunk]) -> Step:
         token_ids = [chunk.token_ids for chunk in chunks]
         return self._build_step(
@@ -291,7 +283,7 @@ class Scheduler:
     def _build_step(
         self,
         lanes: list[Sequence],
-        receivers: list[Sequence | None],
+        receivers: Lanes[Sequence | None],
         starts: np.ndarray,
         num_tokens: np.ndarray = _EMPTY,
         prompt_tokens: np.ndarray = _EMPTY,
