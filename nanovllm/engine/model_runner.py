@@ -82,11 +82,11 @@ class PendingTokens:
 
     def __init__(
         self,
-        tokens: torch.Tensor,
+        tokens: np.ndarray,
         event: torch.cuda.Event | None,
         logprobs: PendingLogprobs | None = None,
     ) -> None:
-        self._tokens = tokens  # (lanes,) int32 on the host, valid once the event has passed
+        self._tokens = tokens  # (lanes,) int32, valid once the event has passed
         self._event = event
         self._logprobs = logprobs
 
@@ -165,7 +165,8 @@ class ModelRunner:
                 dtype=self.settings.dtype,
                 device=self.device,
             )
-            self.uploads = PinnedRing(wire_words)
+            self.wire_uploads = PinnedRing(wire_words)
+            self.uploads = PinnedRing(wire_words)  # of steps with prompt tokens
             self.downloads = PinnedRing(self.max_num_seqs)
 
     def _allocate_plan(self):  # noqa: ANN202 - the kernel module is imported on CUDA only
@@ -339,9 +340,9 @@ class ModelRunner:
             result = self._launch_decode(batch)
         logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
         if self.device.type == "cpu":
-            return PendingTokens(result.tokens, None, logprobs)
-        tokens, event = self.downloads.download(result.tokens[: batch.num_lanes])
-        return PendingTokens(tokens, event, logprobs)
+            return PendingTokens(result.tokens.numpy(), None, logprobs)
+        tokens, event = self.downloads.download(result.tokens)
+        return PendingTokens(tokens[: batch.num_lanes], event, logprobs)
 
     def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
@@ -409,7 +410,7 @@ class ModelRunner:
 
     def _launch_decode(self, batch: ScheduledBatch) -> StepResult:
         """A decode step on CUDA: replayed where a graph holds it, else the same work eagerly."""
-        self.uploads.upload(batch.to_wire(), self.wire)
+        self.wire_uploads.upload(batch.to_wire(), self.wire)
         size = self.graphs.size_for(batch.num_lanes) if self.graphs else None
         if self.graphs is not None and size is not None:
             self.graphs.replay(size)

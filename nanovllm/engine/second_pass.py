@@ -51,17 +51,17 @@ class PendingLogprobs:
     """Logprobs of a launched step."""
 
     def __init__(
-        self, groups: list[LogprobGroup], values: torch.Tensor, event: torch.cuda.Event | None
+        self, groups: list[LogprobGroup], values: np.ndarray, event: torch.cuda.Event | None
     ) -> None:
         self._groups = groups
-        self._values = values  # flat int32 on the host, valid once the event has passed
+        self._values = values  # flat int32, valid once the event has passed
         self._event = event
 
     def wait(self) -> np.ndarray:
         """Block until they are there and return them as `logprobs.read_rows` takes them."""
         if self._event is not None:
             self._event.synchronize()
-        return join_groups(self._groups, self._values.numpy())
+        return join_groups(self._groups, self._values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,10 +324,11 @@ class SecondPass:
     def _download(self, groups: list[LogprobGroup], values: list[torch.Tensor]) -> PendingLogprobs:
         flat = torch.cat([part.flatten() for part in values]) if values else torch.empty(0).int()
         if self._device.type == "cpu":
-            return PendingLogprobs(groups, flat, None)
+            return PendingLogprobs(groups, flat.numpy(), None)
         if self._downloads is None:
             self._downloads = PinnedRing(flat.numel())
-        return PendingLogprobs(groups, *self._downloads.download(flat))
+        values, event = self._downloads.download(flat)
+        return PendingLogprobs(groups, values[: flat.numel()], event)
 
 
 def _logits_row(record: RowRecord) -> LogitsRow:
