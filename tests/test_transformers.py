@@ -176,8 +176,9 @@ def test_greedy_tokens_equal_transformers(references: References, model: str, mo
         check_answers(reference, [shuffled[order.index(i)] for i in range(len(order))])
         stats = llm.stats()
     if "tight pool" in mode:
-        # Over all models and modes of this kind far more than 50; of one, the fewest are 12.
-        assert stats.num_preemptions >= 10
+        # Some 13 a case with the prefix cache and 6 without: over CI's cases more than 50, over
+        # all of them more than 150.
+        assert stats.num_preemptions >= (5 if "no prefix cache" in mode else 10)
     if "no prefix cache" in mode:
         assert stats.num_cached_tokens == 0
     elif "tight" not in mode:
