@@ -2,6 +2,9 @@
 against references.
 """
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from compiling import CAPABILITIES, DEVICE, compile_for, needs_compiler, needs_launch
@@ -221,6 +224,26 @@ def test_wrong_shapes_raise_naming_both() -> None:
     case = Attention(4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="k_cache"):
         case.run(qk_norm_rope_store, (case.caches[0], case.caches[1][:, :, :1]))
+
+
+def test_references_run_without_triton_and_kernels_name_the_remedy() -> None:
+    program = """
+import sys
+sys.modules["triton"] = None  # makes its import fail
+import torch
+from nanovllm.kernels import activation, gemm, norm, sampling
+x = torch.ones(2, 8)
+norm.rms_norm_torch(x, x[0], 1e-6), activation.silu_and_mul_torch(x)
+ones = torch.ones(2, dtype=torch.int64)
+sampling.sample_torch(x, x[:, 0].contiguous(), ones, ones)
+try:
+    norm.rms_norm(x, x[0], 1e-6)
+except ImportError as error:
+    assert "pip install triton" in str(error)
+else:
+    raise AssertionError("no ImportError")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @needs_compiler
