@@ -115,6 +115,7 @@ def linear_add(
             f"residual is {tuple(residual.shape)}, "
             f"expected contiguous ({x.shape[0]}, {weight.shape[0]})"
         )
+    config = config or measured_config(x.shape[0], *weight.shape)
     return _launch(x, weight, config, Epilogue.ADD_RESIDUAL, residual=residual)
 
 
@@ -181,6 +182,20 @@ def default_config(num_rows: int, out_features: int, in_features: int) -> GemmCo
     return linear_candidates(num_rows, out_features, in_features)[0]
 
 
+def measured_config(num_rows: int, out_features: int, in_features: int) -> GemmConfig | None:
+    """The config that beats cuBLAS for a product that narrows (out <= in), or None where none does.
+
+    Measured on an H200 in bfloat16 for o_proj and down_proj of Qwen3-0.6B and 8B: 3.3 and 4.6 µs
+    against 12.8 and 6.8 for one row, 3.9 and 4.7 against 5.9 and 6.9 for 16. Products that widen
+    are cuBLAS's from three rows on.
+    """
+    if num_rows > MAX_SMALL_ROWS or out_features > in_features:
+        return None
+    if num_rows <= MAX_GEMV_ROWS and in_features <= 2048:
+        return GemmConfig(num_rows, 4, num_warps=8)
+    return GemmConfig(MAX_SMALL_ROWS, 8 if out_features <= 2048 else 16, 64, 4, 1, 4, 6)
+
+
 def linear_candidates(
     num_rows: int, out_features: int, in_features: int, *, is_fused: bool = False
 ) -> tuple[GemmConfig, ...]:
@@ -204,8 +219,7 @@ def _gemv_candidates(num_rows: int, in_features: int) -> list[GemmConfig]:
     """Weights in registers: up to 128 of a thread's, which makes 16 to 64 kB a program."""
     if num_rows > MAX_GEMV_ROWS or in_features > 4096:
         return []
-    columns = (8, 4) if in_features <= 2048 else (4, 8)
-    return [GemmConfig(num_rows, n, num_warps=warps) for n in columns for warps in (8, 4)]
+    return [GemmConfig(num_rows, n, num_warps=warps) for n in (4, 8) for warps in (8, 4)]
 
 
 def _sliced_candidates(in_features: int) -> list[GemmConfig]:

@@ -10,6 +10,7 @@ Source: Qwen3 Technical Report, 2025; transformers' Qwen3ForCausalLM for names a
 import torch
 from torch import nn
 
+from nanovllm.kernels.gemm import MAX_GEMV_ROWS, linear_add, norm_linear, norm_linear_silu
 from nanovllm.kernels.norm import qk_norm_rope_store, qk_norm_rope_store_torch
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
@@ -61,7 +62,10 @@ class Qwen3Attention(nn.Module):
         self.attn = Attention(config.head_dim, backend)
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        qkv = self.qkv_proj(hidden_states)
+        return self.o_proj(self.attend(positions, self.qkv_proj(hidden_states)))
+
+    def attend(self, positions: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """(tokens, q + k + v features) to (tokens, heads * head_dim)."""
         norm_rope_store = qk_norm_rope_store if qkv.is_cuda else qk_norm_rope_store_torch
         q = norm_rope_store(
             qkv,
@@ -77,7 +81,7 @@ class Qwen3Attention(nn.Module):
             self.qkv_proj.num_kv_heads,
             self.qkv_proj.head_dim,
         )
-        return self.o_proj(self.attn.attend(q))
+        return self.attn.attend(q)
 
 
 class Qwen3MLP(nn.Module):
@@ -124,6 +128,16 @@ class Qwen3DecoderLayer(nn.Module):
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
+    def forward_fused(self, positions: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+        """The same in six launches, for a row or two; the residual stream is updated in place."""
+        attention, mlp = self.self_attn, self.mlp
+        norm = self.input_layernorm
+        qkv = norm_linear(stream, norm.weight, norm.eps, attention.qkv_proj.weight)
+        linear_add(attention.attend(positions, qkv), attention.o_proj.weight, stream)
+        norm = self.post_attention_layernorm
+        gated = norm_linear_silu(stream, norm.weight, norm.eps, mlp.gate_up_proj.weight)
+        return linear_add(gated, mlp.down_proj.weight, stream)
+
 
 class Qwen3Model(nn.Module):
     """Embedding, layers, final norm."""
@@ -146,12 +160,23 @@ class Qwen3Model(nn.Module):
             for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        # The residual is added before any all-reduce could be, and there is no place for a bias.
+        self._can_fuse = tp.size == 1 and not config.attention_bias and dtype != torch.float32
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         hidden_states, residual = self.embed_tokens(input_ids), None
+        if self._runs_fused(hidden_states):
+            for layer in self.layers:
+                hidden_states = layer.forward_fused(positions, hidden_states)
+            return self.norm(hidden_states)[0]
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
         return self.norm(hidden_states, residual)[0]
+
+    def _runs_fused(self, hidden_states: torch.Tensor) -> bool:
+        """Whether a batch is so small that launches, not weights, are what a layer waits for."""
+        is_small = hidden_states.is_cuda and hidden_states.shape[0] <= MAX_GEMV_ROWS
+        return is_small and self._can_fuse
 
 
 class Qwen3ForCausalLM(nn.Module):
