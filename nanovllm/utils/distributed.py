@@ -4,12 +4,21 @@ A `Communicator` is one rank's end of a tensor-parallel group. Layers take it as
 it for `rank` and `size`; nothing looks up a process group by itself, so a trainer that owns torch's
 default group, or a second engine in the process, is never disturbed. Size 1 starts no group and
 moves nothing.
+
+Ranks of one engine are processes that own their default group (`join_group`, `leave_group`). They
+meet at a file that they inherited, so there is no port to pick, to collide on, or for others to
+reach.
 """
 
+import os
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+# Its name since torch 2.13, which warns of the old one.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +42,9 @@ class Communicator:
         """Stack the ranks' tensors: (size, *shape)."""
         if self.size == 1:
             return tensor.unsqueeze(0)
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather_into_tensor(gathered, tensor.contiguous(), group=self.group)
-        return gathered
+        gathered = tensor.new_empty(self.size * tensor.numel())
+        _all_gather_flat(gathered, tensor.reshape(-1), group=self.group)
+        return gathered.view(self.size, *tensor.shape)
 
     def min(self, value: int, device: torch.device) -> int:
         """The smallest `value` of all ranks."""
@@ -44,3 +53,43 @@ class Communicator:
         tensor = torch.tensor(value, dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.group)
         return int(tensor.item())
+
+    @property
+    def all_reduce_name(self) -> str:
+        """Who sums: "nccl" or "gloo"; "" for a lone rank."""
+        return "" if self.group is None else dist.get_backend(self.group)
+
+
+def join_group(rank: int, size: int, device_type: str, path: str) -> Communicator:
+    """Make this process a rank of a group of its own, and its GPU the current one.
+
+    Args:
+        rank: Also the index of its GPU.
+        size: Number of ranks; returns when all have come.
+        device_type: "cuda" (NCCL) or "cpu" (gloo).
+        path: A file that is the same for all ranks and was empty before they came.
+    """
+    # All ranks are on this host: neither a name that doesn't resolve nor a firewall is in the way.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    store = dist.FileStore(path, size)
+    if device_type == "cuda":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size, device_id=device)
+    else:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    return Communicator(rank, size, dist.group.WORLD)
+
+
+def leave_group() -> None:
+    """End the group of `join_group`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def limit_threads(size: int) -> None:
+    """Share the host's cores among `size` ranks; never raises what the user has set."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (cores or 1) // size)))

@@ -1,0 +1,573 @@
+"""Ranks as processes: start them, command them, report their failures, end them.
+
+With tensor_parallel_size > 1 every rank is a child process with a ModelRunner of its own, and the
+caller's process keeps only the Scheduler: it holds no CUDA context, and a rank that spins on a dead
+peer can simply be killed. `WorkerGroup` is what the engine sees in place of a ModelRunner; `serve`
+is the loop that a rank runs. Between them goes a closed set of commands, through `channel.py`: a
+step is the int32 array of its ScheduledBatch, and no command can name a method.
+
+All ranks do the same with every command, so they stay in step by order alone. Only rank 0 returns
+tokens, when it is told to collect them: that command follows the *next* step, so the device has
+work while the host reads.
+
+A rank that raises, or ends in any way, ends the group: the others may wait for it in a collective
+for ever, so they are killed, and the caller gets one exception that says what happened where.
+Whatever becomes of the caller, no rank outlives it: each watches its parent.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from enum import IntEnum, auto
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+
+import numpy as np
+
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.channel import Channel, RankEnd, Reply
+from nanovllm.model_config import ModelConfig
+from nanovllm.utils.shared_file import SharedFile
+
+if TYPE_CHECKING:
+    from nanovllm.engine.model_runner import ModelRunner, RunnerSettings
+
+_GRACE_S = 0.5  # after a first failure, for the one behind it to show itself
+_EXIT_S = 5.0  # for ranks to end by themselves when told to
+_KILL_S = 3.0  # for the kernel to end a killed rank
+_WATCH_S = 1.0  # between looks at who the parent is
+_NAME = "nanovllm rank"
+_NO_MAIN_GUARD = 120  # exit code of a rank whose import of the user's script came to start ranks
+_MAX_IN_FLIGHT = 3  # results that a rank keeps for collection; the engine has at most two
+
+
+class Command(IntEnum):
+    """All that a rank can be told."""
+
+    STEP = 0  # payload: a ScheduledBatch as int32 words; no reply
+    COLLECT = auto()  # payload: the number of a STEP; rank 0 replies with what `_pack` makes of it
+    ALLOCATE_KV_CACHE = auto()  # every rank replies with the number of blocks
+    CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `Description`
+    SYNCHRONIZE = auto()  # every rank replies when all that was launched is done
+    EXIT = auto()  # the rank ends; no reply
+
+
+class Answer(IntEnum):
+    """What a reply is."""
+
+    READY = 0  # to nothing: the rank has been built
+    DONE = auto()  # payload: what `Command` says
+    ERROR = auto()  # payload: a `Failure` as JSON; the rank does nothing more
+
+
+class Description(NamedTuple):
+    """What the engine's stats tell of a rank."""
+
+    device: str
+    block_bytes: int  # of one KV block on this rank
+    prefill_name: str
+    decode_name: str
+    graph_sizes: list[int]
+    all_reduce: str
+
+
+class Failure(NamedTuple):
+    """An exception in a rank."""
+
+    type_name: str
+    message: str
+    traceback: str
+
+
+class BackendNames(NamedTuple):
+    """Attention backends in use, as `AttentionBackend` names them."""
+
+    prefill_name: str
+    decode_name: str
+
+
+class CapturedSizes(NamedTuple):
+    """Decode graphs that the ranks hold, as `DecodeGraphs` names them."""
+
+    sizes: list[int]
+
+
+class Pending(Protocol):
+    """What a launched step will yield."""
+
+    def wait(self) -> list[int]: ...
+    def wait_logprobs(self) -> np.ndarray | None: ...
+
+
+class Runner(Protocol):
+    """The part of ModelRunner that a rank is driven by."""
+
+    def launch(self, batch: ScheduledBatch) -> Pending: ...
+    def allocate_kv_cache(self) -> int: ...
+    def capture_cudagraph(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def exit(self) -> None: ...
+    def describe(self) -> Description: ...
+
+
+BuildRunner = Callable[["RunnerSettings", int, SharedFile], Runner]
+
+# Exceptions whose type tells the caller something; any other becomes a RuntimeError.
+_TYPES_KEPT: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (ValueError, TypeError, ImportError, NotImplementedError)
+}
+
+
+# ---------------------------------------------------------------------- the caller's side
+
+
+def check_shardable(model_config: ModelConfig, size: int) -> None:
+    """Raise unless the network can be split over `size` ranks.
+
+    A vocabulary that doesn't divide is padded; KV heads fewer than ranks are held by several.
+
+    Raises:
+        ValueError: What doesn't divide, by name.
+    """
+    num_kv_heads = model_config.num_key_value_heads
+    for name in ("num_attention_heads", "intermediate_size"):
+        value = getattr(model_config, name)
+        if value % size:
+            raise ValueError(
+                f"{name} is {value}, no multiple of tensor_parallel_size {size}: "
+                "choose a size that divides it"
+            )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {num_kv_heads}, neither a multiple nor a divisor of "
+            f"tensor_parallel_size {size}: choose a size for which it is"
+        )
+    vocab_size = model_config.vocab_size
+    if vocab_size <= -(-vocab_size // size) * (size - 1):
+        raise ValueError(
+            f"vocab_size {vocab_size} leaves nothing for the last of {size} ranks: lower "
+            "tensor_parallel_size"
+        )
+
+
+def start_workers(
+    settings: "RunnerSettings", size: int, build: BuildRunner | None = None
+) -> "WorkerGroup":
+    """Start `size` ranks and return once each has built its runner.
+
+    Args:
+        settings: Goes to every rank.
+        size: Number of ranks.
+        build: Makes a rank's runner in its process; a function that can be imported there.
+
+    Raises:
+        RuntimeError: A rank ended or raised (ValueError, TypeError, ImportError and
+            NotImplementedError stay what they are), or the script that started this process has no
+            `__main__` guard. All ranks are gone.
+    """
+    _refuse_unguarded_script(size)
+    channel = Channel(size)
+    meeting_point = SharedFile(0)
+    context = multiprocessing.get_context("spawn")
+    processes: list[BaseProcess] = [
+        context.Process(
+            target=run_rank,
+            args=(end, settings, rank, meeting_point, build or build_model_runner),
+            name=f"{_NAME} {rank}",
+            daemon=True,
+        )
+        for rank, end in enumerate(channel.rank_ends)
+    ]
+    group = WorkerGroup(settings, channel, processes)
+    try:
+        # Blocked, not ignored: the ranks inherit it and never see a Ctrl-C, we get ours afterwards.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            for process in processes:
+                process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        channel.release_rank_ends()
+        group.wait_until_ready()
+    except BaseException:
+        group.kill()
+        raise
+    finally:
+        meeting_point.close()
+    return group
+
+
+class WorkerGroup:
+    """All ranks of an engine, driven like one ModelRunner.
+
+    Invariant: a rank's failure raises in the call that meets it, ends every rank, and makes any
+    later call a RuntimeError.
+    """
+
+    def __init__(
+        self, settings: "RunnerSettings", channel: Channel, processes: list[BaseProcess]
+    ) -> None:
+        self.settings = settings
+        self.device = settings.device_type
+        self.block_bytes = 0  # of one KV block, summed over the ranks
+        self.backend = BackendNames("", "")
+        self.graphs: CapturedSizes | None = None
+        self.all_reduce = ""
+        self.is_lost = False  # a rank has failed, and all are gone
+        self._channel = channel
+        self._processes = processes
+        # Also runs at the interpreter's end, and when an engine is dropped without exit().
+        self._end = weakref.finalize(self, _end_ranks, channel, processes, os.getpid())
+
+    # ------------------------------------------------------------------ a ModelRunner's verbs
+
+    def allocate_kv_cache(self) -> int:
+        """As ModelRunner's; the ranks have agreed on the number."""
+        replies = self._ask(Command.ALLOCATE_KV_CACHE)
+        num_blocks = {int.from_bytes(reply, "little") for reply in replies}
+        assert len(num_blocks) == 1, f"the ranks allocated {num_blocks} blocks"
+        return num_blocks.pop()
+
+    def capture_cudagraph(self) -> None:
+        """As ModelRunner's."""
+        replies = self._ask(Command.CAPTURE_CUDAGRAPH)
+        ranks = [Description(*json.loads(reply)) for reply in replies]
+        self.device = ", ".join(rank.device for rank in ranks)
+        self.block_bytes = sum(rank.block_bytes for rank in ranks)
+        self.backend = BackendNames(ranks[0].prefill_name, ranks[0].decode_name)
+        self.graphs = CapturedSizes(ranks[0].graph_sizes) if ranks[0].graph_sizes else None
+        self.all_reduce = ranks[0].all_reduce
+
+    def launch(self, batch: ScheduledBatch) -> "PendingReply":
+        """As ModelRunner's: returns as soon as the ranks have been told."""
+        return PendingReply(self, self._publish(Command.STEP, batch.to_wire()))
+
+    def synchronize(self) -> None:
+        """Wait for everything launched."""
+        self._ask(Command.SYNCHRONIZE)
+
+    def exit(self) -> None:
+        """End all ranks, within seconds whatever state they are in. Again does nothing."""
+        self._end()
+
+    # ------------------------------------------------------------------ around them
+
+    def wait_until_ready(self) -> None:
+        """Wait for every rank to be built."""
+        self._receive(-1, len(self._processes))
+
+    def collect(self, number: int) -> np.ndarray:
+        """What `_pack` made of the result of the STEP with this number."""
+        asked = self._publish(Command.COLLECT, number.to_bytes(8, "little"))
+        (words,) = self._receive(asked, 1)
+        return np.frombuffer(words, dtype=np.int32)
+
+    def kill(self) -> None:
+        """End all ranks at once."""
+        self.is_lost = True
+        self._end.detach()
+        _kill(self._processes)
+        self._channel.close()
+
+    def _ask(self, command: Command) -> list[bytes]:
+        """Send a command that every rank answers; return the answers by rank."""
+        return self._receive(self._publish(command), len(self._processes))
+
+    def _publish(self, command: Command, payload: bytes | np.ndarray = b"") -> int:
+        if self.is_lost or not self._end.alive:
+            raise RuntimeError("the ranks of this engine are gone: make a new LLM")
+        try:
+            return self._channel.publish(command, payload)
+        except BrokenPipeError:
+            self._fail([])
+        except BaseException:
+            self._kill_if_torn()
+            raise
+
+    def _receive(self, number: int, num_ranks: int) -> list[bytes]:
+        """Replies to command `number` of ranks 0 to `num_ranks` - 1.
+
+        Those to earlier commands are dropped: whoever asked has been interrupted.
+        """
+        answers: dict[int, bytes] = {}
+        while len(answers) < num_ranks:
+            reply = self._take()
+            if reply.is_hangup or reply.kind == Answer.ERROR:
+                self._fail([reply])
+            if reply.number == number:
+                answers[reply.rank] = reply.payload
+        return [answers[rank] for rank in range(num_ranks)]
+
+    def _take(self) -> Reply:
+        try:
+            reply = self._channel.take()
+        except BaseException:
+            self._kill_if_torn()
+            raise
+        assert reply is not None, "no reply, yet no limit to the wait"
+        return reply
+
+    def _kill_if_torn(self) -> None:
+        """After a Ctrl-C: ranks that have seen half a command would be out of step."""
+        if self._channel.is_torn:
+            self.kill()
+
+    def _fail(self, replies: list[Reply]) -> NoReturn:
+        """End everything and raise what the ranks' last words amount to."""
+        try:
+            # A rank that lost its peer raises too: give the one behind it time to show.
+            deadline = time.monotonic() + _GRACE_S
+            while len(replies) < len(self._processes) and time.monotonic() < deadline:
+                reply = self._channel.take(max(deadline - time.monotonic(), 0))
+                if reply is not None and (reply.is_hangup or reply.kind == Answer.ERROR):
+                    replies.append(reply)
+            for reply in replies:
+                if reply.is_hangup:
+                    self._processes[reply.rank].join(_KILL_S)
+            error = _error_of(replies, self._processes)
+        finally:
+            self.kill()
+        raise error
+
+
+class PendingReply:
+    """The tokens of a step that the ranks run, one a lane, and its logprobs."""
+
+    __slots__ = ("_group", "_number", "_words")
+
+    def __init__(self, group: WorkerGroup, number: int) -> None:
+        self._group = group
+        self._number = number
+        self._words: np.ndarray | None = None  # once they have been asked for
+
+    def wait(self) -> list[int]:
+        """Block until the step is done and return its tokens."""
+        words = self._wait_words()
+        return words[1 : 1 + words[0]].tolist()
+
+    def wait_logprobs(self) -> np.ndarray | None:
+        """The logprobs that its rows asked for, if any did."""
+        words = self._wait_words()
+        logprobs = words[1 + words[0] :]
+        return logprobs if len(logprobs) else None
+
+    def _wait_words(self) -> np.ndarray:
+        if self._words is None:
+            self._words = self._group.collect(self._number)
+        return self._words
+
+
+def _refuse_unguarded_script(size: int) -> None:
+    """Raise if this process is itself a child that is still importing the user's script."""
+    process = multiprocessing.current_process()
+    # multiprocessing's own check looks at the same attribute, and words it for its own users.
+    if not getattr(process, "_inheriting", False):
+        return
+    if process.name.startswith(_NAME):
+        os._exit(_NO_MAIN_GUARD)  # in silence: the process that started us says it, once
+    raise RuntimeError(_no_main_guard(size))
+
+
+def _no_main_guard(size: int) -> str:
+    return (
+        f"tensor_parallel_size={size} starts processes that import your script again: put what "
+        'makes the LLM under `if __name__ == "__main__":`'
+    )
+
+
+def _error_of(replies: list[Reply], processes: list[BaseProcess]) -> Exception:
+    """One exception for all failed ranks, those that ended first: the others follow from them."""
+    ended = [reply.rank for reply in replies if reply.is_hangup]
+    if any(processes[rank].exitcode == _NO_MAIN_GUARD for rank in ended):
+        return RuntimeError(_no_main_guard(len(processes)))
+    failures = [
+        (reply.rank, Failure(*json.loads(reply.payload)))
+        for reply in replies
+        if not reply.is_hangup
+    ]
+    texts = [f"rank {rank} {_how_it_ended(processes[rank].exitcode)}" for rank in ended]
+    texts += [f"rank {rank} raised {_text_of(failure)}" for rank, failure in failures]
+    if ended or not failures:
+        return RuntimeError("\n".join(texts) or "a rank has closed its channel")
+    return _TYPES_KEPT.get(failures[0][1].type_name, RuntimeError)("\n".join(texts))
+
+
+def _text_of(failure: Failure) -> str:
+    return f"{failure.type_name}: {failure.message}\n\n{failure.traceback}"
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is None or exit_code >= 0:
+        return f"ended with exit code {exit_code}: what it wrote to stderr says why"
+    reason = ", perhaps because memory ran out" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-exit_code).name} (exit code {exit_code}){reason}"
+
+
+def _end_ranks(channel: Channel, processes: list[BaseProcess], owner_pid: int) -> None:
+    """Tell the ranks to end, wait, and kill those that don't."""
+    if os.getpid() != owner_pid:
+        return  # a forked copy of the caller: they aren't its children
+    deadline = time.monotonic() + _EXIT_S
+    try:
+        channel.publish(Command.EXIT, timeout_s=_EXIT_S)
+        alive = {process.sentinel for process in processes}
+        while alive and (rest_s := deadline - time.monotonic()) > 0:
+            alive -= set(wait_for_any(list(alive), rest_s))
+    except (OSError, ValueError):
+        pass  # one is gone or doesn't read
+    finally:
+        _kill(processes)
+        channel.close()
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    started = [process for process in processes if process.pid is not None]
+    for process in started:
+        process.kill()
+    for process in started:
+        process.join(_KILL_S)
+
+
+# ---------------------------------------------------------------------- a rank's side
+
+
+def run_rank(
+    end: RankEnd,
+    settings: "RunnerSettings",
+    rank: int,
+    meeting_point: SharedFile,
+    build: BuildRunner,
+) -> None:
+    """The life of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to end
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    try:
+        runner = build(settings, rank, meeting_point)
+        end.reply(-1, Answer.READY)
+        serve(runner, end, rank)
+        _leave(0)  # the runner has let go of everything; taking torch apart would take seconds
+    except (EOFError, BrokenPipeError):
+        _leave(1)  # the caller is gone
+    except BaseException as error:
+        _report(error, end)
+        # Going on holding our end: peers would report our broken connection instead of this.
+        while True:
+            signal.pause()
+
+
+def build_model_runner(
+    settings: "RunnerSettings", rank: int, meeting_point: SharedFile
+) -> "RankRunner":
+    """A rank of the real network, in a process group that this process owns."""
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.utils.distributed import join_group, limit_threads
+
+    size = settings.config.tensor_parallel_size
+    if settings.device_type == "cpu":
+        limit_threads(size)
+    tp = join_group(rank, size, settings.device_type, meeting_point.path)
+    return RankRunner(ModelRunner(settings, tp))
+
+
+class RankRunner:
+    """A ModelRunner together with the process group that it talks through."""
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        self._runner = runner
+        self.launch = runner.launch
+        self.allocate_kv_cache = runner.allocate_kv_cache
+        self.capture_cudagraph = runner.capture_cudagraph
+        self.synchronize = runner.synchronize
+
+    def describe(self) -> Description:
+        runner = self._runner
+        return Description(
+            device=str(runner.device),
+            block_bytes=runner.block_bytes,
+            prefill_name=runner.backend.prefill_name,
+            decode_name=runner.backend.decode_name,
+            graph_sizes=list(runner.graphs.sizes) if runner.graphs else [],
+            all_reduce=runner.tp.all_reduce_name,
+        )
+
+    def exit(self) -> None:
+        from nanovllm.utils.distributed import leave_group
+
+        self._runner.exit()  # graphs first: they hold collectives of the group
+        leave_group()
+
+
+def serve(runner: Runner, end: RankEnd, rank: int) -> None:
+    """Do what the caller commands, in order, until it says EXIT."""
+    pending: dict[int, Pending] = {}  # launched steps that may be collected, by number
+    while True:
+        message = end.receive()
+        command = Command(message.kind)
+        if command is Command.STEP:
+            words = np.frombuffer(message.payload, dtype=np.int32)
+            pending[message.number] = runner.launch(ScheduledBatch.from_wire(words))
+            if len(pending) > _MAX_IN_FLIGHT:
+                del pending[min(pending)]
+        elif command is Command.COLLECT:
+            result = pending.pop(int.from_bytes(message.payload, "little"))
+            if rank == 0:
+                end.reply(message.number, Answer.DONE, _pack(result))
+        elif command is Command.EXIT:
+            runner.exit()
+            return
+        else:
+            end.reply(message.number, Answer.DONE, _obey(command, runner))
+
+
+def _pack(result: Pending) -> np.ndarray:
+    """A step's result as int32 words: the number of tokens, the tokens, then any logprobs."""
+    tokens, logprobs = result.wait(), result.wait_logprobs()
+    words = np.array([len(tokens), *tokens], dtype=np.int32)
+    return words if logprobs is None else np.concatenate([words, logprobs])
+
+
+def _obey(command: Command, runner: Runner) -> bytes:
+    """Carry out a command that every rank answers; return the answer."""
+    if command is Command.ALLOCATE_KV_CACHE:
+        return runner.allocate_kv_cache().to_bytes(8, "little")
+    if command is Command.CAPTURE_CUDAGRAPH:
+        runner.capture_cudagraph()
+        return json.dumps(runner.describe()).encode()
+    assert command is Command.SYNCHRONIZE, f"nobody obeys {command!r}"
+    runner.synchronize()
+    return b""
+
+
+def _report(error: BaseException, end: RankEnd) -> None:
+    text = "".join(traceback.format_exception(error))
+    failure = Failure(type(error).__name__, str(error), text)
+    try:
+        end.reply(-1, Answer.ERROR, json.dumps(failure).encode())
+    except OSError:
+        _leave(1)  # the caller is gone
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """End this process as soon as its parent has ended, whatever it is doing.
+
+    Not prctl(PR_SET_PDEATHSIG): that fires when the *thread* that started us ends. The parent's
+    sentinel tells at once; its pid tells even if a forked copy of it keeps the sentinel open.
+    """
+    parent = multiprocessing.parent_process()
+    while os.getppid() == parent_pid and parent is not None and parent.is_alive():
+        parent.join(_WATCH_S)
+    _leave(1)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
