@@ -9,7 +9,7 @@ import pytest
 _LIMIT_S = 120
 
 
-@pytest.fixture()
+@pytest.fixture
 def hard_timeout() -> Iterator[None]:
     """Raise out of whatever the test waits for, so that a hang is a failure."""
 

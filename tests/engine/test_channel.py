@@ -136,7 +136,8 @@ def test_channel_reports_a_rank_that_is_gone_once(hard_timeout: None) -> None:
     channel.rank_ends[1].reply(-1, 5, b"last words")
     channel.rank_ends[1].close()
     first, second = channel.take(1), channel.take(1)
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     assert (first.rank, first.kind, first.payload) == (1, 5, b"last words")
     assert (second.rank, second.is_hangup) == (1, True)
     assert channel.take(0.01) is None

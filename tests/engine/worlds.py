@@ -3,7 +3,7 @@
 `SlotRunner` stands for a ModelRunner. It has no network; it remembers which token, after which
 prefix, each slot of the KV cache holds, and checks every read of every step against what the
 sequence's content must be. A sampled token is a hash of the seed and of all tokens read, so what a
-request must answer is known beforehand (`World.answers`) and any mixed-up read shows in the output.
+request must answer is known beforehand (`Order.answer`) and any mixed-up read shows in the output.
 
 `Loop` is the step loop of the engine around them, with and without a step in flight.
 """
@@ -13,7 +13,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +24,13 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 VOCAB_SIZE = 8  # small: contents coincide by chance, and eos comes early
 EOS = 0
 MAX_STEPS = 3000  # a world that needs more hangs
+
+
+class Answer(NamedTuple):
+    """What a request ends with."""
+
+    token_ids: tuple[int, ...]
+    finish_reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +53,26 @@ class Order:
     def temperature(self) -> float:
         return 0.5 + self.number
 
+    def content(self) -> np.ndarray:
+        """Prompt and output of this request, run alone, if nothing stopped it early."""
+        content = np.zeros(self.max_total_tokens, dtype=np.int32)
+        content[: len(self.prompt)] = self.prompt
+        for end in range(len(self.prompt), len(content)):
+            content[end] = draw(self.seed, content[:end])
+        return content
 
-class Answer(NamedTuple):
-    """What an order must end with."""
-
-    token_ids: tuple[int, ...]
-    finish_reason: str
+    def answer(self) -> Answer:
+        """What it must end with, unless it is aborted."""
+        tokens = self.content()[len(self.prompt) :].tolist()
+        for i, token in enumerate(tokens):
+            if token in self.stop_token_ids:
+                return Answer(tuple(tokens[: i + 1]), "stop")
+        return Answer(tuple(tokens), "length")
 
 
 def draw(seed: int, content: np.ndarray) -> int:
     """The token that follows `content`, int32: any change of either gives another draw."""
     return zlib.crc32(content.tobytes(), zlib.crc32(seed.to_bytes(8, "little"))) % VOCAB_SIZE
-
-
-def full_content(seed: int, prompt: tuple[int, ...], max_tokens: int) -> np.ndarray:
-    """Prompt and output of a request that runs alone and never stops early."""
-    content = np.zeros(len(prompt) + max_tokens, dtype=np.int32)
-    content[: len(prompt)] = prompt
-    for end in range(len(prompt), len(content)):
-        content[end] = draw(seed, content[:end])
-    return content
 
 
 def prefix_digests(content: np.ndarray) -> np.ndarray:
@@ -78,7 +84,7 @@ def prefix_digests(content: np.ndarray) -> np.ndarray:
     return digests
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class World:
     """A pool, its limits, and the orders that come."""
 
@@ -86,7 +92,7 @@ class World:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    orders: tuple[Order, ...]
+    orders: tuple[Order, ...] = ()
 
     @classmethod
     def random(cls, seed: int) -> "World":
@@ -100,30 +106,6 @@ class World:
             orders=tuple(_random_orders(rng, num_slots=block_size * num_blocks)),
         )
 
-    @cached_property
-    def contents(self) -> dict[int, np.ndarray]:
-        """By seed, all tokens that an order may ever compute, stop ids ignored."""
-        return {
-            order.seed: full_content(order.seed, order.prompt, order.max_tokens)
-            for order in self.orders
-        }
-
-    @cached_property
-    def digests(self) -> dict[int, np.ndarray]:
-        return {seed: prefix_digests(content) for seed, content in self.contents.items()}
-
-    @cached_property
-    def answers(self) -> dict[int, Answer]:
-        """By order number, what it answers unless it is aborted."""
-        return {order.number: self._answer(order) for order in self.orders}
-
-    def _answer(self, order: Order) -> Answer:
-        tokens = self.contents[order.seed][len(order.prompt) :].tolist()
-        for i, token in enumerate(tokens):
-            if token in order.stop_token_ids:
-                return Answer(tuple(tokens[: i + 1]), "stop")
-        return Answer(tuple(tokens), "length")
-
 
 def _random_orders(rng: random.Random, num_slots: int) -> Iterator[Order]:
     """Up to 12 orders that fit the pool; many begin as another one begins, or goes on."""
@@ -135,19 +117,19 @@ def _random_orders(rng: random.Random, num_slots: int) -> Iterator[Order]:
         prompt = beginning[: rng.randint(0, longest)] + _random_tokens(rng, rng.randint(0, 4))
         prompt = prompt[:num_slots] or [1]
         max_tokens = rng.randint(1, min(num_slots + 1 - len(prompt), 20))
-        seed = rng.getrandbits(31) << 32 | rng.getrandbits(32)
-        contents.append(full_content(seed, tuple(prompt), max_tokens).tolist())
         arrives_at = rng.choice((0, 0, rng.randint(1, 40)))
         is_aborted = rng.random() < 0.2
-        yield Order(
+        order = Order(
             number=number,
-            seed=seed,
+            seed=rng.getrandbits(31) << 32 | rng.getrandbits(32),
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             stop_token_ids=rng.choice((frozenset(), frozenset(), frozenset({EOS}))),
             arrives_at=arrives_at,
             aborted_at=arrives_at + rng.randint(0, 30) if is_aborted else None,
         )
+        contents.append(order.content().tolist())
+        yield order
 
 
 def _random_tokens(rng: random.Random, length: int) -> list[int]:
@@ -179,7 +161,16 @@ class SlotRunner:
         self.block_tables = np.full((world.max_num_seqs, world.num_blocks), -1, dtype=np.int32)
         self.last_tokens = np.full(world.max_num_seqs, -1, dtype=np.int32)
         self.row_orders: list[Order | None] = [None] * world.max_num_seqs
-        self._orders = {order.seed: order for order in world.orders}
+        # By seed, which is what tells a row whose it is:
+        self.orders: dict[int, Order] = {}
+        self.contents: dict[int, np.ndarray] = {}  # all tokens it may ever compute
+        self.digests: dict[int, np.ndarray] = {}  # of their prefixes
+
+    def expect(self, order: Order) -> None:
+        """Learn what an order's tokens will be, to check what is read for it."""
+        self.orders[order.seed] = order
+        self.contents[order.seed] = content = order.content()
+        self.digests[order.seed] = prefix_digests(content)
 
     def launch(self, batch: ScheduledBatch) -> list[int]:
         """Run a step and return a token for each lane."""
@@ -200,14 +191,14 @@ class SlotRunner:
 
     def store(self, lane: Lane) -> None:
         new = slice(lane.start, lane.context_len)
-        content = self.world.contents[lane.order.seed]
+        content = self.contents[lane.order.seed]
         assert np.array_equal(lane.input_ids, content[new]), f"{lane.order} runs foreign tokens"
         self.slot_tokens[lane.slots[new]] = lane.input_ids
-        self.slot_digests[lane.slots[new]] = self.world.digests[lane.order.seed][new]
+        self.slot_digests[lane.slots[new]] = self.digests[lane.order.seed][new]
 
     def attend(self, lane: Lane) -> int:
         """Read the whole context, check it, and draw what follows."""
-        digests = self.world.digests[lane.order.seed][: lane.context_len]
+        digests = self.digests[lane.order.seed][: lane.context_len]
         assert np.array_equal(self.slot_digests[lane.slots], digests), (
             f"{lane.order} reads what is not its own"
         )
@@ -215,7 +206,7 @@ class SlotRunner:
 
     def _take_over_rows(self, batch: ScheduledBatch) -> None:
         for row, temperature_bits, low, high in batch.new_rows.tolist():
-            order = self._orders[low & 0xFFFFFFFF | (high & 0xFFFFFFFF) << 32]
+            order = self.orders[low & 0xFFFFFFFF | (high & 0xFFFFFFFF) << 32]
             temperature = np.int32(temperature_bits).view(np.float32)
             assert temperature == np.float32(order.temperature), f"{order}: {temperature}"
             self.row_orders[row] = order
@@ -303,6 +294,7 @@ class Loop:
             stop_token_ids=order.stop_token_ids,
         )
         self.sequences[order.number] = seq
+        self.runner.expect(order)
         self.scheduler.add(seq)
         return seq
 
@@ -315,7 +307,7 @@ class Loop:
             launched = step, self.runner.launch(step.batch)
         previous, self.in_flight = (self.in_flight, launched) if self.overlap else (launched, None)
         finished = self.scheduler.postprocess(*previous) if previous else []
-        self._check_between_steps()
+        self.check()
         return finished
 
     def abort(self, seq: Sequence) -> None:
@@ -344,7 +336,7 @@ class Loop:
         is_new = np.isin(batch.rows, batch.new_rows[:, 0])
         self.counts["prefix hits"] += np.count_nonzero(is_new & (batch.starts > 0))
 
-    def _check_between_steps(self) -> None:
+    def check(self) -> None:
         self.scheduler.check_invariants()
         for seq in self.sequences.values():
             limit = 1 if self.overlap and not seq.is_finished else 0
@@ -359,10 +351,12 @@ class Loop:
         blocks = self.scheduler.block_manager
         assert blocks.num_free_blocks == self.world.num_blocks, "blocks leaked"
         for order in self.world.orders:
-            self._check_answer(order, self.sequences[order.number])
+            self.check_answer(order)
 
-    def _check_answer(self, order: Order, seq: Sequence) -> None:
-        answer, output = self.world.answers[order.number], tuple(seq.output_token_ids)
+    def check_answer(self, order: Order) -> None:
+        """The order has ended, and as it would have alone."""
+        seq = self.sequences[order.number]
+        answer, output = order.answer(), tuple(seq.output_token_ids)
         self.counts[str(seq.finish_reason)] += 1
         if seq.finish_reason == "abort":
             assert order.aborted_at is not None, f"{seq} was aborted by nobody"
