@@ -117,7 +117,7 @@ class RankEnd:
         return _SLOT_HEADER.unpack_from(self._slots[self._num_read % self._num_slots])
 
     def _take_slot(self, payload: bytearray, start: int) -> int:
-        """Copy the next slot's part of `payload` to `start`, free it, return where the part ends."""
+        """Copy the next slot's part of `payload` to `start`, free it, return where that ends."""
         slot = self._slots[self._num_read % self._num_slots][_SLOT_HEADER.size :]
         end = min(start + len(slot), len(payload))
         payload[start:end] = slot[: end - start]

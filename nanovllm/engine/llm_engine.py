@@ -28,7 +28,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logprobs import LogprobLog, read_rows
-from nanovllm.engine.model_runner import ModelRunner, PendingTokens, RunnerSettings
+from nanovllm.engine.model_runner import ModelRunner, RunnerSettings
 from nanovllm.engine.request import (
     ParsedPrompt,
     Prompt,
@@ -40,7 +40,8 @@ from nanovllm.engine.request import (
 from nanovllm.engine.row_params import RowParams
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
-from nanovllm.model_config import ModelConfig
+from nanovllm.engine.worker import Pending, WorkerGroup, check_shardable, start_workers
+from nanovllm.model_config import ModelConfig, architecture_of, read_config
 from nanovllm.models import model_class
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ class InFlight(NamedTuple):
     """A launched step whose tokens have not been read."""
 
     step: Step
-    tokens: PendingTokens
+    tokens: Pending
 
 
 class StepCounts(NamedTuple):
@@ -85,10 +86,6 @@ class LLMEngine:
     """
 
     def __init__(self, config: Config) -> None:
-        if config.tensor_parallel_size > 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size is {config.tensor_parallel_size}: only 1 runs so far"
-            )
         self.config = config
         settings = resolve_settings(config)
         self.model_config = settings.model_config
@@ -101,7 +98,7 @@ class LLMEngine:
             {"eos_token_id": list(self.model_config.eos_token_ids)},
         )
         self._pid = os.getpid()
-        self._runner: ModelRunner | None = ModelRunner(settings)
+        self._runner: ModelRunner | WorkerGroup | None = start_runner(settings)
         try:
             self._num_blocks = self._runner.allocate_kv_cache()
             self._runner.capture_cudagraph()
@@ -530,7 +527,11 @@ class LLMEngine:
         """After an exception in a step: rebuild, never repair."""
         self._num_past_preemptions += self.scheduler.num_preemptions
         self._start_over()
-        if self._runner is not None:
+        if self._runner is None:
+            return
+        if self._runner.is_lost:
+            self.exit()
+        else:
             self._runner.synchronize()
 
     def _log_choices(self) -> None:
@@ -554,9 +555,11 @@ def resolve_settings(config: Config) -> RunnerSettings:
         ValueError: The model can't be found or run, or an option doesn't fit it or this machine.
     """
     folder = resolve_model_folder(config.model)
-    model_config = ModelConfig.from_folder(folder)
-    model_class(model_config.architecture)
-    device_type = _resolve_device(config.device)
+    fields = read_config(folder)
+    model_class(architecture_of(fields))  # first: another architecture's fields have other names
+    model_config = ModelConfig.from_dict(fields)
+    check_shardable(model_config, config.tensor_parallel_size)
+    device_type = _resolve_device(config.device, config.tensor_parallel_size)
     dtype_name = config.dtype
     if dtype_name == "auto":
         dtype_name = model_config.dtype if device_type == "cuda" else "float32"
@@ -570,11 +573,24 @@ def resolve_settings(config: Config) -> RunnerSettings:
     )
 
 
-def _resolve_device(wish: str) -> str:
+def start_runner(settings: RunnerSettings) -> ModelRunner | WorkerGroup:
+    """A lone rank in this process, or a process for each of several."""
+    size = settings.config.tensor_parallel_size
+    return start_workers(settings, size) if size > 1 else ModelRunner(settings)
+
+
+def _resolve_device(wish: str, num_ranks: int) -> str:
     has_cuda = torch.cuda.is_available()
     if wish == "cuda" and not has_cuda:
         raise ValueError("device='cuda', but torch finds no CUDA GPU: use device='cpu' or 'auto'")
-    return "cuda" if has_cuda and wish != "cpu" else "cpu"
+    if not has_cuda or wish == "cpu":
+        return "cpu"
+    if num_ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size is {num_ranks}, but torch finds {torch.cuda.device_count()} "
+            "CUDA GPUs: lower it"
+        )
+    return "cuda"
 
 
 def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
