@@ -103,7 +103,7 @@ class Config:
             return
         if isinstance(value, bool) or not isinstance(value, Integral):
             raise TypeError(f"{name} must be an int, not {value!r}")
-        if value < minimum or (maximum is not None and value > maximum):
+        if int(value) < minimum or (maximum is not None and int(value) > maximum):
             limit = f"at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
             raise ValueError(f"{name} is {value}, it must be {limit}")
 

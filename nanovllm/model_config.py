@@ -7,7 +7,6 @@ sees. A fact that would change the answer is either understood or refused by nam
 
 import json
 from dataclasses import dataclass
-from numbers import Integral, Real
 from pathlib import Path
 
 _MAX_FLOAT = 1e38  # of rope_theta and epsilons: they are used in float32
@@ -188,14 +187,14 @@ def _int(fields: dict[str, object], name: str, default: int | None = None, *, ma
         value = default
     if value is None:
         raise ValueError(f"config.json: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= value <= maximum:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= maximum:
         raise ValueError(f"config.json: {name} is {value!r}, it must be an int in 1..{maximum}")
     return int(value)
 
 
 def _positive(fields: dict[str, object], name: str, default: float | None = None) -> float:
     value = fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < _MAX_FLOAT:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < _MAX_FLOAT:
         raise ValueError(f"config.json: {name} is {value!r}, it must be a positive number")
     return float(value)
 

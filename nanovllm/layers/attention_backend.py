@@ -231,7 +231,9 @@ def _flash_attn_3() -> AttentionBackend:
 
 def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
     if not importlib.util.find_spec("triton"):
-        raise ImportError("attention_backend='triton' needs Triton (Linux only): pip install triton")
+        raise ImportError(
+            "attention_backend='triton' needs Triton (Linux only): pip install triton"
+        )
     if block_size < 16 or block_size & (block_size - 1):
         raise ValueError(
             f"attention_backend='triton' needs kvcache_block_size a power of two of at least 16, "

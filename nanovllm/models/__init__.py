@@ -15,4 +15,5 @@ def model_class(architecture: str) -> type[Qwen3ForCausalLM]:
         return ARCHITECTURES[architecture]
     except KeyError:
         known = ", ".join(ARCHITECTURES)
-        raise ValueError(f"architecture {architecture} is not supported; supported: {known}") from None
+        message = f"architecture {architecture} is not supported; supported: {known}"
+        raise ValueError(message) from None

@@ -164,10 +164,7 @@ def update_weights(
 
 def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
     """Write one tensor to where it belongs; a rehearsal does the same to tensors without memory."""
-    is_pair = isinstance(item, tuple | list) and len(item) == 2
-    name, tensor = item if is_pair else (item, None)  # type: ignore[misc]  # is_pair says so
-    if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"weights must be pairs of a name and a tensor, not {type(item).__name__}")
+    name, tensor = _named_tensor(item)
     if not tensor.is_floating_point():
         raise TypeError(f"weight {name} must be floating point, not {tensor.dtype}")
     params = dict(model.named_parameters())
@@ -183,6 +180,13 @@ def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> Non
         load(param, tensor, target.shard_id)
     except ValueError as error:
         raise ValueError(f"weight {name}: {error}") from error
+
+
+def _named_tensor(item: object) -> tuple[str, torch.Tensor]:
+    match item:
+        case (str() as name, torch.Tensor() as tensor):
+            return name, tensor
+    raise TypeError(f"weights must be pairs of a name and a tensor, not {type(item).__name__}")
 
 
 def initialize_dummy(model: nn.Module, seed: int = 0) -> None:
