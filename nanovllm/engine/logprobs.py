@@ -93,9 +93,7 @@ class LogprobLog:
         return self._entries
 
 
-def entry_of(
-    values: np.ndarray, decode_token: Callable[[int], str] | None
-) -> dict[int, Logprob]:
+def entry_of(values: np.ndarray, decode_token: Callable[[int], str] | None) -> dict[int, Logprob]:
     """A row's dict, the token itself first."""
     num_top = (len(values) - FIXED_COLUMNS) // 2
     floats = values.view(np.float32)

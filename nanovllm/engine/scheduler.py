@@ -59,15 +59,19 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_mixed_tokens: int = 0,
         enable_prefix_caching: bool = True,
     ) -> None:
         # A decode step runs one token a sequence, and the token budget holds for it too.
         self.max_num_seqs = max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.max_num_batched_tokens = max_num_batched_tokens
+        # Tokens of a step that holds prompt chunks and decode lanes; 0: there are no such steps.
+        self.max_num_mixed_tokens = min(max_num_mixed_tokens, max_num_batched_tokens)
         self.block_manager = BlockManager(num_blocks, block_size, enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_prefills_in_a_row = 0
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Records for the next batch: what rows and block tables gained since the last one.
         self._new_rows: list[tuple[int, int, int, int]] = []
@@ -108,8 +112,15 @@ class Scheduler:
         Returns:
             The step, or None: process the step in flight first, or, without one, all is done.
         """
-        step = self._schedule_prefill() or self._schedule_decode(in_flight)
+        if self.max_num_mixed_tokens:
+            step = self._schedule_mixed(in_flight)
+        elif self.running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
+            step = self._schedule_decode(in_flight) or self._schedule_prefill()
+        else:
+            step = self._schedule_prefill() or self._schedule_decode(in_flight)
         assert step or in_flight or self.is_finished(), "nothing to run while work remains"
+        is_prefill = step is not None and step.batch.num_prefills > 0
+        self._num_prefills_in_a_row = self._num_prefills_in_a_row + 1 if is_prefill else 0
         return step
 
     def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
@@ -124,7 +135,7 @@ class Scheduler:
                 continue
             seq.token_ids.append(token_id)
             num_tokens = len(seq.token_ids)
-            if token_id in seq.stop_token_ids and num_tokens > seq.min_total_tokens:
+            if token_id in seq.stop_token_ids and num_tokens >= seq.min_total_tokens:
                 seq.finish_reason = "stop"
             elif num_tokens >= seq.max_total_tokens:
                 seq.finish_reason = "length"
@@ -185,9 +196,36 @@ class Scheduler:
         self.block_manager.check_invariants(holders)
 
     def _schedule_prefill(self) -> Step | None:
-        """Admit waiting prompts in order, as far as tokens, rows and blocks go."""
+        """A step of waiting prompts alone."""
+        chunks = self._take_prompts(self.max_num_batched_tokens, chunks_any=False)
+        return self._build_prefill(chunks) if chunks else None
+
+    def _schedule_mixed(self, in_flight: bool) -> Step | None:
+        """Every running sequence's next token, and prompt chunks in what the budget leaves.
+
+        Reading the weights is most of a decode step of a large model, and a few hundred tokens more
+        read them no longer. Running sequences never wait for prompts here.
+        """
+        decodes = self._claim_decodes(in_flight)
+        if decodes is None:
+            return None
+        starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
+        budget = self.max_num_mixed_tokens - len(decodes)
+        chunks = self._take_prompts(budget, chunks_any=True)
+        for seq in decodes:
+            seq.num_computed_tokens += 1
+        if not chunks:
+            return self._build_step(decodes, decodes, starts) if decodes else None
+        return self._build_prefill(chunks, decodes, starts)
+
+    def _take_prompts(self, budget: int, *, chunks_any: bool) -> list[_Chunk]:
+        """Admit waiting prompts in order, as far as tokens, rows and blocks go.
+
+        Args:
+            budget: Tokens.
+            chunks_any: Whether the last prompt taken may be cut too; else only the first may.
+        """
         chunks: list[_Chunk] = []
-        budget = self.max_num_batched_tokens
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             if seq.row is None:
@@ -195,8 +233,8 @@ class Scheduler:
                 if admission is None:
                     break
                 num_cached = len(admission.cached_block_ids) * seq.block_size
-                if chunks and seq.num_tokens - num_cached > budget:
-                    break  # only the first prompt of a step is chunked
+                if chunks and not chunks_any and seq.num_tokens - num_cached > budget:
+                    break
                 self._admit(seq, admission)
             chunk = self._advance_prefill(seq, budget)
             chunks.append(chunk)
@@ -205,7 +243,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(seq)
-        return self._build_prefill(chunks) if chunks else None
+        return chunks
 
     def _admission(self, seq: Sequence) -> Admission | None:
         return self.block_manager.can_allocate(seq) if self._free_rows else None
@@ -233,26 +271,33 @@ class Scheduler:
         return _Chunk(seq, start, token_ids)
 
     def _schedule_decode(self, in_flight: bool) -> Step | None:
-        """One token for every running sequence that may have another.
+        """One token for every running sequence that may have another."""
+        decodes = self._claim_decodes(in_flight)
+        if not decodes:
+            return None
+        starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
+        for seq in decodes:
+            seq.num_computed_tokens += 1
+        return self._build_step(decodes, decodes, starts)
+
+    def _claim_decodes(self, in_flight: bool) -> list[Sequence] | None:
+        """The running sequences that may have another token, with a slot for it.
 
         Decided before anything changes: if blocks are short, either the step in flight is
-        processed first, which may free some, or sequences are preempted until the rest fit.
+        processed first (None), which may free some, or sequences are preempted until the rest fit.
         """
         while True:
             # Those left out have their last token in flight: a count, so known beforehand.
             decodes = [s for s in self.running if s.num_computed_tokens < s.max_stored_tokens]
-            starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
-            needy = self._needing_a_block(decodes, starts)
+            needy = self._needing_a_block(decodes)
             if len(needy) <= self.block_manager.num_free_blocks:
                 break
             if in_flight:
                 return None
-            self.preempt(self.running[-1])
+            self.preempt(self._victim())
         for seq in needy:
             self._append_block(seq)
-        for seq in decodes:
-            seq.num_computed_tokens += 1
-        return self._build_step(decodes, decodes, starts) if decodes else None
+        return decodes
 
     def _needing_a_block(self, decodes: list[Sequence], starts: np.ndarray) -> list[Sequence]:
         """Those of `decodes` whose next token, at `starts`, begins a block.
