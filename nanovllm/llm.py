@@ -287,5 +287,21 @@ def as_conversation_list(
     if isinstance(messages, str) or not isinstance(messages, Items):
         raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
     if messages and isinstance(messages[0], Mapping):
-        return [cast(Items[Message], messages)]
-    return [cast(Items[Message], conversation) for conversation in messages]
+        conversations = [cast(Items[Message], messages)]
+    else:
+        conversations = [cast(Items[Message], conversation) for conversation in messages]
+    return [[_as_text(message) for message in conversation] for conversation in conversations]
+
+
+def _as_text(message: Message) -> Message:
+    """The message with its content as one text: chat templates of text models know no parts."""
+    content = message.get("content")
+    if isinstance(content, str) or not isinstance(content, Items):
+        return message
+    texts = []
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ValueError(f"content part {kind!r} is not supported: only 'text' parts are")
+        texts.append(str(part.get("text")))
+    return {**message, "content": "\n".join(texts)}
