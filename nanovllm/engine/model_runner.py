@@ -508,6 +508,9 @@ class ModelRunner:
             self.synchronize()
             self.graphs.release()
         self.graphs = None
+        for parameter in self.model.parameters():
+            # It refers back to its layer, and only the collector would free such a circle.
+            del parameter.weight_loader
         names = ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan")
         for name in (*names, "second_pass", "logits"):
             setattr(self, name, None)

@@ -120,8 +120,9 @@ def decode_torch(
     keys = torch.arange(num_blocks * block_size, device=q.device)
     mask = keys < context_lens.unsqueeze(1)  # (lanes, keys)
     lane_elements = num_blocks * block_size * num_kv_heads * head_dim
-    for lanes in torch.arange(len(q)).split(max(1, _GATHER_ELEMENTS // lane_elements)):
-        group = slice(int(lanes[0]), int(lanes[-1]) + 1)
+    group_size = max(1, _GATHER_ELEMENTS // lane_elements)
+    for start in range(0, len(q), group_size):
+        group = slice(start, start + group_size)
         k = k_cache[tables[group]].flatten(1, 2)  # (lanes, keys, kv_heads, head_dim)
         v = v_cache[tables[group]].flatten(1, 2)
         out[group] = F.scaled_dot_product_attention(

@@ -349,7 +349,7 @@ def _filters(params: Sequence[SamplingParams], device: torch.device | str) -> to
         else [1.0, torch.inf, 0.0]
         for p in params
     ]
-    return torch.tensor(values, dtype=torch.float64).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
 
 
 def _top_k(params: Sequence[SamplingParams], vocab_size: int) -> list[int]:
@@ -447,7 +447,9 @@ def _bad_words(
     return BadWords(
         rows=_int64([i for i, _ in words], device),
         places=_int64([i * vocab_size + word[-1] for i, word in words], device),
-        beginnings=torch.tensor(beginnings, dtype=torch.int64).to(device, non_blocking=True),
+        beginnings=torch.tensor(beginnings, dtype=torch.int64, device="cpu").to(
+            device, non_blocking=True
+        ),
         num_prompt_tokens=_int64([rows[i].num_prompt_tokens for i, _ in words], device)[:, None],
     )
 
@@ -460,10 +462,10 @@ def _places(
 
 
 def _int64(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
 def _float32(
     values: Sequence[float] | Sequence[Sequence[float]], device: torch.device | str
 ) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
+    return torch.tensor(values, dtype=torch.float32, device="cpu").to(device, non_blocking=True)

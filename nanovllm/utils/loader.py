@@ -45,7 +45,8 @@ class FileTensor:
             slice(start, start + length) if i == dim else slice(None)
             for i in range(len(self.shape))
         )
-        return self._slice[index]  # type: ignore[index]
+        with torch.device("cpu"):  # the caller's default device may be another
+            return self._slice[index]  # type: ignore[index]
 
 
 def find_checkpoint_files(folder: Path) -> list[Path]:

@@ -25,7 +25,7 @@ class _Buffer:
         self.resize(num_words)
 
     def resize(self, num_words: int) -> None:
-        self.tensor = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+        self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
         self.array = self.tensor.numpy()
 
 
