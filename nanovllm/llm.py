@@ -221,8 +221,7 @@ class LLM:
         engine = self.llm_engine
         progress = _Progress(len(requests)) if use_tqdm else None
         try:
-            for request in requests:
-                engine.add(request)
+            engine.add(requests)
             while not engine.is_finished():
                 outputs = engine.step(deltas)
                 if progress is not None:

@@ -51,6 +51,9 @@ from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
 logger = logging.getLogger("nanovllm")
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+# Mixed steps pay where reading the weights is most of a decode step.
+_MIXED_FROM_PARAMETERS = 3_000_000_000
+_MIXED_TOKENS = 256
 # What a generation_config.json may recommend, and the field of SamplingParams that it means.
 _RECOMMENDED = {
     "temperature": "temperature",
@@ -90,6 +93,7 @@ class LLMEngine:
         settings = resolve_settings(config)
         self.model_config = settings.model_config
         self.max_model_len = settings.max_model_len
+        self.max_num_mixed_tokens = _resolve_max_num_mixed_tokens(settings)
         self.tokenizer = _load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         self.eos_token_ids = stop_token_ids(
@@ -135,8 +139,23 @@ class LLMEngine:
             requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
         return requests
 
-    def add(self, request: Request) -> str:
-        """Queue a request that `make_requests` built, and return its id."""
+    def add(self, requests: list[Request]) -> list[str]:
+        """Queue requests that `make_requests` built, and return their ids.
+
+        With mixed steps those that may run longest go first, since they are known: the last steps
+        are then full ones. Numbers, and with them seeds, follow the order given.
+        """
+        for request in requests:
+            self._number(request)
+        if self.max_num_mixed_tokens:
+            requests = sorted(requests, key=_longest_first)
+        for request in requests:
+            for sample in request.samples:
+                self.scheduler.add(sample.seq)
+        return [request.request_id for request in requests]
+
+    def _number(self, request: Request) -> None:
+        """Give a request its id and its samples."""
         number = self._num_requests
         self._num_requests += 1
         request.request_id = str(number)
@@ -146,10 +165,8 @@ class LLMEngine:
             self._samples[sample.seq] = sample
             if request.params.stop:
                 self._watched.add(sample.seq)
-            self.scheduler.add(sample.seq)
         self._num_prompt_tokens += request.params.n * len(request.prompt_token_ids)
         self._requests[request.request_id] = request
-        return request.request_id
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
         """Check and queue one prompt; return the request's id.
@@ -161,7 +178,7 @@ class LLMEngine:
         self.check_usable()
         (request,) = self.make_requests([prompt], [params or SamplingParams()])
         request.prompt_index = None
-        return self.add(request)
+        return self.add([request])[0]
 
     def abort(self, request_id: str) -> None:
         """Drop a request wherever it stands; an unknown or finished one is left alone."""
@@ -340,7 +357,7 @@ class LLMEngine:
 
     def _make_sample(self, request: Request, number: int, index: int) -> Sample:
         params = request.params
-        if index > 0:  # one sample reports the prompt for all
+        if index > 0 and params.prompt_logprobs is not None:  # one sample reports it for all
             params = params.replace(prompt_logprobs=None)
         is_seeded = params.seed is not None
         # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
@@ -516,6 +533,7 @@ class LLMEngine:
             block_size=config.kvcache_block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_mixed_tokens=self.max_num_mixed_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._in_flight: InFlight | None = None
@@ -605,12 +623,26 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
     return config.max_model_len
 
 
+def _resolve_max_num_mixed_tokens(settings: RunnerSettings) -> int:
+    """Tokens of a mixed step: what a GPU can multiply while it reads a large model's weights."""
+    wish = settings.config.max_num_mixed_tokens
+    if wish is not None:
+        return wish
+    is_weight_bound = settings.model_config.num_layer_parameters >= _MIXED_FROM_PARAMETERS
+    return _MIXED_TOKENS if settings.device_type == "cuda" and is_weight_bound else 0
+
+
 def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
     if config.skip_tokenizer_init:
         return None
     if config.tokenizer is not None:
         folder = resolve_model_folder(config.tokenizer)
     return Tokenizer.from_folder(folder)
+
+
+def _longest_first(request: Request) -> int:
+    seq = request.samples[0].seq
+    return seq.num_prompt_tokens - seq.max_total_tokens
 
 
 def _deltas(samples: list[Sample]) -> list[RequestOutput]:

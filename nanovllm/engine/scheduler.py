@@ -3,9 +3,10 @@
 Continuous batching decides anew before every step, so a sequence that ends makes room at once. The
 rules are few. Waiting prompts go first, in order, and admission stops at the first that doesn't
 fit; a prompt longer than a step's token budget runs in chunks. Else every running sequence decodes
-one token. When a running sequence needs a block and none is free, the latest one in `running` is
-preempted: its blocks go back, and it returns to the front of `waiting` to be computed again, which
-its own blocks, if nobody took them, make cheap.
+one token. For large models steps are mixed instead: running sequences decode in every step, and
+prompt chunks ride along. When a running sequence needs a block and none is free, the latest
+admitted one is preempted: its blocks go back, and it returns to the front of `waiting` to be
+computed again, which its own blocks, if nobody took them, make cheap.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
 uses counts only, never the value of a token in flight. Two decisions need such values to be
@@ -26,6 +27,12 @@ from nanovllm.engine.batch import NEW_BLOCK_WORDS, NEW_ROW_WORDS, ScheduledBatch
 from nanovllm.engine.block_manager import Admission, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
+# Prefill steps that running sequences sit out before they decode one token: their wait is bounded
+# however long the queue of prompts is.
+MAX_PREFILLS_IN_A_ROW = 16
+# Share of a mixed step that prompts get at least, however many sequences decode.
+MIN_PROMPT_SHARE = 4  # a quarter
+
 _EMPTY = np.zeros(0, dtype=np.int32)
 
 
@@ -42,6 +49,18 @@ class _Chunk(NamedTuple):
     seq: Sequence
     start: int  # position of its first token
     token_ids: list[int]
+
+
+class _Decodes(NamedTuple):
+    """The decode lanes of a step, their slots claimed."""
+
+    sequences: list[Sequence]
+    starts: np.ndarray  # (lanes,) int32 position of the token that each runs
+
+    def advance(self) -> None:
+        """Count the tokens as computed."""
+        for seq in self.sequences:
+            seq.num_computed_tokens += 1
 
 
 class Scheduler:
@@ -168,13 +187,14 @@ class Scheduler:
             self.waiting = deque(seq for seq in self.waiting if seq not in ended)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take everything back from the latest running sequence; it will be computed again."""
-        assert seq is self.running[-1], f"{seq} isn't the latest in running"
+        """Take everything back from the latest admitted sequence; it will be computed again."""
+        assert seq is self._victim(), f"{seq} isn't the latest admitted"
         assert seq.num_pending == 0, f"{seq} is preempted with a token in flight"
         self.num_preemptions += 1
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self.waiting.appendleft(self.running.pop())
+        if not self.waiting or seq is not self.waiting[0]:
+            self.waiting.appendleft(self.running.pop())
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the invariants of the queues, rows and blocks hold."""
@@ -209,14 +229,14 @@ class Scheduler:
         decodes = self._claim_decodes(in_flight)
         if decodes is None:
             return None
-        starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
-        budget = self.max_num_mixed_tokens - len(decodes)
+        num_decodes, num_tokens = len(decodes.sequences), self.max_num_mixed_tokens
+        budget = max(num_tokens - num_decodes, num_tokens // MIN_PROMPT_SHARE)
+        budget = min(budget, self.max_num_batched_tokens - num_decodes)
         chunks = self._take_prompts(budget, chunks_any=True)
-        for seq in decodes:
-            seq.num_computed_tokens += 1
-        if not chunks:
-            return self._build_step(decodes, decodes, starts) if decodes else None
-        return self._build_prefill(chunks, decodes, starts)
+        decodes.advance()
+        if chunks:
+            return self._build_prefill(chunks, decodes)
+        return self._build_step(*decodes) if num_decodes else None
 
     def _take_prompts(self, budget: int, *, chunks_any: bool) -> list[_Chunk]:
         """Admit waiting prompts in order, as far as tokens, rows and blocks go.
@@ -273,14 +293,12 @@ class Scheduler:
     def _schedule_decode(self, in_flight: bool) -> Step | None:
         """One token for every running sequence that may have another."""
         decodes = self._claim_decodes(in_flight)
-        if not decodes:
+        if decodes is None or not decodes.sequences:
             return None
-        starts = np.array([seq.num_computed_tokens for seq in decodes], dtype=np.int32)
-        for seq in decodes:
-            seq.num_computed_tokens += 1
-        return self._build_step(decodes, decodes, starts)
+        decodes.advance()
+        return self._build_step(*decodes)
 
-    def _claim_decodes(self, in_flight: bool) -> list[Sequence] | None:
+    def _claim_decodes(self, in_flight: bool) -> _Decodes | None:
         """The running sequences that may have another token, with a slot for it.
 
         Decided before anything changes: if blocks are short, either the step in flight is
@@ -288,7 +306,9 @@ class Scheduler:
         """
         while True:
             # Those left out have their last token in flight: a count, so known beforehand.
-            decodes = [s for s in self.running if s.num_computed_tokens < s.max_stored_tokens]
+            sequences = [s for s in self.running if s.num_computed_tokens < s.max_stored_tokens]
+            starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
+            decodes = _Decodes(sequences, starts)
             needy = self._needing_a_block(decodes)
             if len(needy) <= self.block_manager.num_free_blocks:
                 break
@@ -299,14 +319,14 @@ class Scheduler:
             self._append_block(seq)
         return decodes
 
-    def _needing_a_block(self, decodes: list[Sequence], starts: np.ndarray) -> list[Sequence]:
-        """Those of `decodes` whose next token, at `starts`, begins a block.
+    def _needing_a_block(self, decodes: _Decodes) -> list[Sequence]:
+        """Those whose next token begins a block.
 
         `BlockManager.needs_block` for all of them at once: of 256 sequences about one needs a
         block in a step, and asking each takes longer than the rest of `schedule`.
         """
-        begins_block = starts % self.block_manager.block_size == 0
-        return [decodes[i] for i in np.flatnonzero(begins_block).tolist()]
+        begins_block = decodes.starts % self.block_manager.block_size == 0
+        return [decodes.sequences[i] for i in np.flatnonzero(begins_block).tolist()]
 
     def _append_block(self, seq: Sequence) -> None:
         self.block_manager.hash_blocks(seq)
@@ -315,26 +335,45 @@ class Scheduler:
         assert seq.row is not None, f"{seq} runs without a row"
         self._new_blocks.append((seq.row, len(seq.block_table) - 1, block_id))
 
-    def _build_prefill(self, chunks: list[_Chunk]) -> Step:
+    def _victim(self) -> Sequence:
+        """The latest admitted: a prompt half through, which mixed steps leave so, else a runner."""
+        if self.waiting and self.waiting[0].row is not None:
+            return self.waiting[0]
+        return self.running[-1]
+
+    def _build_prefill(self, chunks: list[_Chunk], decodes: _Decodes | None = None) -> Step:
+        """A step of prompt chunks, then decode lanes if there are any."""
+        sequences = [chunk.seq for chunk in chunks]
+        receivers = [seq if seq.num_pending else None for seq in sequences]
+        starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
         token_ids = [chunk.token_ids for chunk in chunks]
+        if decodes is not None:
+            sequences += decodes.sequences
+            receivers += decodes.sequences
+            starts = np.concatenate((starts, decodes.starts))
         return self._build_step(
-            [chunk.seq for chunk in chunks],
-            [chunk.seq if chunk.seq.num_pending else None for chunk in chunks],
-            np.array([chunk.start for chunk in chunks], dtype=np.int32),
+            sequences,
+            starts,
+            receivers,
             np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
             np.array(list(itertools.chain.from_iterable(token_ids)), dtype=np.int32),
         )
 
     def _build_step(
         self,
-        lanes: list[Sequence],
-        receivers: Lanes[Sequence | None],
+        sequences: list[Sequence],
         starts: np.ndarray,
+        receivers: Lanes[Sequence | None] | None = None,
         num_tokens: np.ndarray = _EMPTY,
         prompt_tokens: np.ndarray = _EMPTY,
     ) -> Step:
+        """A step of these lanes, with what rows and block tables gained since the last one.
+
+        Args:
+            receivers: Who takes each lane's token; None: the lane's own sequence does.
+        """
         batch = ScheduledBatch(
-            rows=np.array([seq.row for seq in lanes], dtype=np.int32),
+            rows=np.array([seq.row for seq in sequences], dtype=np.int32),
             starts=starts,
             num_tokens=num_tokens,
             prompt_tokens=prompt_tokens,
@@ -345,7 +384,7 @@ class Scheduler:
         self._new_rows.clear()
         self._new_blocks.clear()
         self._row_params.clear()
-        return Step(batch, receivers)
+        return Step(batch, sequences if receivers is None else receivers)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.hash_blocks(seq)

@@ -92,6 +92,7 @@ class World:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_num_mixed_tokens: int = 0
     orders: tuple[Order, ...] = ()
 
     @classmethod
@@ -103,6 +104,7 @@ class World:
             num_blocks=num_blocks,
             max_num_seqs=rng.choice((8, rng.randint(1, 8))),
             max_num_batched_tokens=rng.choice((rng.randint(1, 8), rng.randint(8, 64))),
+            max_num_mixed_tokens=random.Random(~seed).choice((0, 0, 1, 3, 8, 16)),
             orders=tuple(_random_orders(rng, num_slots=block_size * num_blocks)),
         )
 
@@ -261,6 +263,7 @@ class Loop:
             block_size=world.block_size,
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
+            max_num_mixed_tokens=world.max_num_mixed_tokens,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.runner = runner_class(world)
