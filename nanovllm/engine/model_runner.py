@@ -329,6 +329,9 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         """Enqueue one step; its tokens start their way back as soon as they are drawn."""
+        if torch.is_autocast_enabled(self.device.type):
+            with torch.autocast(self.device.type, enabled=False):  # the caller's, not ours
+                return self.launch(batch)
         apply_new_blocks(batch, self.block_tables)
         if len(batch.new_rows):
             self.second_pass.take(batch)
