@@ -51,16 +51,33 @@ class _Chunk(NamedTuple):
     token_ids: list[int]
 
 
-class _Decodes(NamedTuple):
-    """The decode lanes of a step, their slots claimed."""
+class _Decodes:
+    """The sequences that decode, and the same as arrays; kept from step to step while they stay.
 
-    sequences: list[Sequence]
-    starts: np.ndarray  # (lanes,) int32 position of the token that each runs
+    Of 256 sequences about one ends or needs a block in a step: what is the same for all is done on
+    arrays, and gathering those anew from the sequences would take longer than the rest.
+    """
+
+    __slots__ = ("limits", "rows", "sequences", "starts")
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.rows = np.array([seq.row for seq in sequences], dtype=np.int32)
+        self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
+        self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
+
+    def without_exhausted(self) -> "_Decodes":
+        """Those left whose last token isn't in flight: a count, so known beforehand."""
+        may_go_on = self.starts < self.limits
+        if may_go_on.all():
+            return self
+        return _Decodes([self.sequences[i] for i in np.flatnonzero(may_go_on).tolist()])
 
     def advance(self) -> None:
-        """Count the tokens as computed."""
+        """Count one token of each as computed."""
         for seq in self.sequences:
             seq.num_computed_tokens += 1
+        self.starts = self.starts + 1  # not in place: the step just built holds the old one
 
 
 class Scheduler:
@@ -91,6 +108,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._num_prefills_in_a_row = 0
+        self._decodes: _Decodes | None = None  # of the last step; None: `running` has changed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Records for the next batch: what rows and block tables gained since the last one.
         self._new_rows: list[tuple[int, int, int, int]] = []
@@ -181,6 +199,7 @@ class Scheduler:
             seq.finish_reason = seq.finish_reason or reason
             self._release(seq)
             seq.status = SequenceStatus.FINISHED
+        self._decodes = None
         num_running = len(self.running)
         self.running = [seq for seq in self.running if seq not in ended]
         if num_running - len(self.running) < len(ended):
@@ -193,6 +212,7 @@ class Scheduler:
         self.num_preemptions += 1
         self._release(seq)
         seq.status = SequenceStatus.WAITING
+        self._decodes = None
         if not self.waiting or seq is not self.waiting[0]:
             self.waiting.appendleft(self.running.pop())
 
@@ -233,10 +253,13 @@ class Scheduler:
         budget = max(num_tokens - num_decodes, num_tokens // MIN_PROMPT_SHARE)
         budget = min(budget, self.max_num_batched_tokens - num_decodes)
         chunks = self._take_prompts(budget, chunks_any=True)
-        decodes.advance()
+        step = None
         if chunks:
-            return self._build_prefill(chunks, decodes)
-        return self._build_step(*decodes) if num_decodes else None
+            step = self._build_prefill(chunks, decodes)
+        elif num_decodes:
+            step = self._build_step(decodes.sequences, decodes.rows, decodes.starts)
+        decodes.advance()
+        return step
 
     def _take_prompts(self, budget: int, *, chunks_any: bool) -> list[_Chunk]:
         """Admit waiting prompts in order, as far as tokens, rows and blocks go.
@@ -263,6 +286,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(seq)
+            self._decodes = None
         return chunks
 
     def _admission(self, seq: Sequence) -> Admission | None:
@@ -295,8 +319,9 @@ class Scheduler:
         decodes = self._claim_decodes(in_flight)
         if decodes is None or not decodes.sequences:
             return None
+        step = self._build_step(decodes.sequences, decodes.rows, decodes.starts)
         decodes.advance()
-        return self._build_step(*decodes)
+        return step
 
     def _claim_decodes(self, in_flight: bool) -> _Decodes | None:
         """The running sequences that may have another token, with a slot for it.
@@ -305,10 +330,8 @@ class Scheduler:
         processed first (None), which may free some, or sequences are preempted until the rest fit.
         """
         while True:
-            # Those left out have their last token in flight: a count, so known beforehand.
-            sequences = [s for s in self.running if s.num_computed_tokens < s.max_stored_tokens]
-            starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
-            decodes = _Decodes(sequences, starts)
+            decodes = (self._decodes or _Decodes([*self.running])).without_exhausted()
+            self._decodes = decodes
             needy = self._needing_a_block(decodes)
             if len(needy) <= self.block_manager.num_free_blocks:
                 break
@@ -345,35 +368,32 @@ class Scheduler:
         """A step of prompt chunks, then decode lanes if there are any."""
         sequences = [chunk.seq for chunk in chunks]
         receivers = [seq if seq.num_pending else None for seq in sequences]
+        rows = np.array([seq.row for seq in sequences], dtype=np.int32)
         starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
         token_ids = [chunk.token_ids for chunk in chunks]
         if decodes is not None:
-            sequences += decodes.sequences
             receivers += decodes.sequences
+            rows = np.concatenate((rows, decodes.rows))
             starts = np.concatenate((starts, decodes.starts))
         return self._build_step(
-            sequences,
-            starts,
             receivers,
+            rows,
+            starts,
             np.array([len(tokens) for tokens in token_ids], dtype=np.int32),
             np.array(list(itertools.chain.from_iterable(token_ids)), dtype=np.int32),
         )
 
     def _build_step(
         self,
-        sequences: list[Sequence],
+        receivers: Lanes[Sequence | None],
+        rows: np.ndarray,
         starts: np.ndarray,
-        receivers: Lanes[Sequence | None] | None = None,
         num_tokens: np.ndarray = _EMPTY,
         prompt_tokens: np.ndarray = _EMPTY,
     ) -> Step:
-        """A step of these lanes, with what rows and block tables gained since the last one.
-
-        Args:
-            receivers: Who takes each lane's token; None: the lane's own sequence does.
-        """
+        """A step of these lanes, with what rows and block tables gained since the last one."""
         batch = ScheduledBatch(
-            rows=np.array([seq.row for seq in sequences], dtype=np.int32),
+            rows=rows,
             starts=starts,
             num_tokens=num_tokens,
             prompt_tokens=prompt_tokens,
@@ -384,7 +404,7 @@ class Scheduler:
         self._new_rows.clear()
         self._new_blocks.clear()
         self._row_params.clear()
-        return Step(batch, sequences if receivers is None else receivers)
+        return Step(batch, receivers)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.hash_blocks(seq)
