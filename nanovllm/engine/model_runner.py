@@ -332,7 +332,8 @@ class ModelRunner:
         if torch.is_autocast_enabled(self.device.type):
             with torch.autocast(self.device.type, enabled=False):  # the caller's, not ours
                 return self.launch(batch)
-        apply_new_blocks(batch, self.block_tables)
+        if len(batch.new_blocks):
+            apply_new_blocks(batch, self.block_tables)
         if len(batch.new_rows):
             self.second_pass.take(batch)
         if batch.num_prefills:
