@@ -15,6 +15,7 @@ for ever, so they are killed, and the caller gets one exception that says what h
 Whatever becomes of the caller, no rank outlives it: each watches its parent.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -421,7 +422,7 @@ def _end_ranks(channel: Channel, processes: list[BaseProcess], owner_pid: int) -
         alive = {process.sentinel for process in processes}
         while alive and (rest_s := deadline - time.monotonic()) > 0:
             alive -= set(wait_for_any(list(alive), rest_s))
-    except (OSError, ValueError):
+    except OSError:
         pass  # one is gone or doesn't read
     finally:
         _kill(processes)
@@ -429,11 +430,15 @@ def _end_ranks(channel: Channel, processes: list[BaseProcess], owner_pid: int) -
 
 
 def _kill(processes: list[BaseProcess]) -> None:
+    """End processes at once and empty the list."""
     started = [process for process in processes if process.pid is not None]
     for process in started:
         process.kill()
     for process in started:
         process.join(_KILL_S)
+        with contextlib.suppress(ValueError):  # the kernel hasn't ended it yet
+            process.close()
+    processes.clear()
 
 
 # ---------------------------------------------------------------------- a rank's side
