@@ -133,6 +133,7 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=int, default=4096)
     group.add_argument("--max-num-seqs", type=int, default=512)
     group.add_argument("--max-num-batched-tokens", type=int, default=16384)
+    group.add_argument("--max-num-mixed-tokens", type=int, help="0: no mixed steps")
     group.add_argument("--tp", type=int, default=1, help="tensor_parallel_size")
     group.add_argument("--backend", default="auto", help="attention_backend")
     group.add_argument("--device", default="auto")
@@ -184,6 +185,7 @@ def make_llm(args: argparse.Namespace, folder: str) -> LLM:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        max_num_mixed_tokens=args.max_num_mixed_tokens,
         kvcache_block_size=args.kvcache_block_size,
         num_kvcache_blocks=args.num_kvcache_blocks,
     )
@@ -409,10 +411,14 @@ class HostClock:
 
 
 class TimedPending:
-    """A launched step's tokens, whose wait is timed."""
+    """What a launch returned, with its wait timed."""
 
     def __init__(self, pending: Pending, clock: HostClock) -> None:
+        self._pending = pending
         self.wait = clock.timed("wait", pending.wait)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._pending, name)
 
 
 def host_pass(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[HostStep]:
