@@ -41,14 +41,16 @@ class PrefillTuning(NamedTuple):
     max_registers: int | None = None  # a thread; 128: two programs of 8 warps a multiprocessor
 
 
-def prefill_tuning(head_dim: int, element_bytes: int, shared_memory_bytes: int) -> PrefillTuning:
-    """Return the constants for a device with so much shared memory a program."""
+def prefill_tuning(
+    head_dim: int, element_bytes: int, has_large_shared_memory: bool
+) -> PrefillTuning:
+    """Return the constants for a device; small ones fit 99 KB of shared memory a program."""
     if element_bytes > 2:
         block_n = 32 if head_dim <= 128 else 16
         return PrefillTuning(block_m=32, block_n=block_n, num_warps=8, num_stages=2)
     if head_dim > 128:
         return PrefillTuning(block_m=64, block_n=32, num_warps=4, num_stages=2, split_loop=True)
-    if shared_memory_bytes > 200_000:
+    if has_large_shared_memory:
         return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=3)
     return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
@@ -100,7 +102,7 @@ def prefill_attention(
     if num_tokens == 0:
         return out
     if tuning is None:
-        tuning = prefill_tuning(head_dim, q.element_size(), _shared_memory_bytes(q.device))
+        tuning = prefill_tuning(head_dim, q.element_size(), _has_large_shared_memory(q.device))
     group = num_q_heads // num_kv_heads
     # Every sequence ends in at most one partial tile.
     num_tiles = min(
@@ -285,13 +287,9 @@ def _find_tile(
     return seq, end_tile - 1 - index, first_token, num_new, context_len
 
 
-def _shared_memory_bytes(device: torch.device) -> int:
-    """Shared memory that one program may use; 0 for the CPU, where only the interpreter runs
-    kernels.
-    """
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+def _has_large_shared_memory(device: torch.device) -> bool:
+    """Whether a program may use about 227 KB, as on Hopper and datacenter Blackwell."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _check_prefill(
