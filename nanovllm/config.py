@@ -7,6 +7,7 @@ it and passed on. What the checkpoint says about itself is in `model_config.py`.
 
 import dataclasses
 import math
+import os
 import warnings
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -60,6 +61,8 @@ class Config:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
             raise TypeError(f"model must be a folder or a hub id, not {self.model!r}")
+        if self.tokenizer is not None and not isinstance(self.tokenizer, str):
+            raise TypeError(f"tokenizer must be a folder or a hub id, not {self.tokenizer!r}")
         for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
             self._check_int(name, minimum=1)
         self._check_int("kvcache_block_size", minimum=1)
@@ -96,6 +99,10 @@ class Config:
             raise TypeError(
                 f"unknown option {', '.join(unknown)}; known options are {', '.join(known)}"
             )
+        if isinstance(kwargs.get("tokenizer"), os.PathLike):
+            kwargs["tokenizer"] = str(kwargs["tokenizer"])
+        if "dtype" in kwargs:  # a torch.dtype prints as torch.bfloat16
+            kwargs["dtype"] = str(kwargs["dtype"]).removeprefix("torch.")
         return cls(model=model, **kwargs)  # type: ignore[arg-type]  # checked in __post_init__
 
     def _check_int(

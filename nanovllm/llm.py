@@ -1,5 +1,6 @@
 """The facade: prompts in, answers out in the order of the prompts."""
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -42,7 +43,8 @@ class LLM:
 
     def __init__(self, model: str, **options: object) -> None:
         self._lock = threading.Lock()
-        self.llm_engine = LLMEngine(Config.from_kwargs(str(model), **options))
+        name = str(model) if isinstance(model, os.PathLike) else model
+        self.llm_engine = LLMEngine(Config.from_kwargs(name, **options))
 
     def generate(
         self,

@@ -274,6 +274,12 @@ def _convert_backend(folder: Path) -> Backend:
         raise ValueError(
             f"{folder} holds a tokenizer without a fast form: save one as tokenizer.json there"
         )
+    if not backend.encode("text").ids:
+        # What transformers 5 makes of a folder with a config.json and no tokenizer at all.
+        raise ValueError(
+            f"{folder} holds no tokenizer: pass tokenizer=<another folder>, or "
+            "skip_tokenizer_init=True for token ids only"
+        )
     return backend
 
 
