@@ -109,9 +109,11 @@ class LLMEngine:
         except BaseException:
             self.exit()
             raise
+        self._in_flight: InFlight | None = None
         self._num_requests = 0
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
-        self._num_steps = self._num_past_preemptions = 0  # preemptions: of schedulers that were dropped
+        self._num_steps = 0
+        self._num_past_preemptions = 0  # of schedulers that were dropped
         self.last_step = StepCounts()
         self._is_asleep = False
         self._start_over()
@@ -119,9 +121,7 @@ class LLMEngine:
 
     # ------------------------------------------------------------------ requests
 
-    def make_requests(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> list[Request]:
+    def make_requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Request]:
         """Check prompts and params and build their requests, without queueing any.
 
         Raises:
@@ -536,7 +536,7 @@ class LLMEngine:
             max_num_mixed_tokens=self.max_num_mixed_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._in_flight: InFlight | None = None
+        self._in_flight = None
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence | None, Sample] = {}  # of unfinished sequences
         self._watched: set[Sequence] = set()  # those whose text must be read at every step
@@ -578,7 +578,7 @@ def resolve_settings(config: Config) -> RunnerSettings:
     model_config = ModelConfig.from_dict(fields)
     check_shardable(model_config, config.tensor_parallel_size)
     device_type = _resolve_device(config.device, config.tensor_parallel_size)
-    dtype_name = config.dtype
+    dtype_name: str = config.dtype
     if dtype_name == "auto":
         dtype_name = model_config.dtype if device_type == "cuda" else "float32"
     return RunnerSettings(

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,6 +40,9 @@ from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
 from nanovllm.utils.pinned import PinnedRing
+
+if TYPE_CHECKING:
+    from nanovllm.kernels.decode_attention import DecodePlan
 
 _MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
 _CPU_CACHE_BYTES = 2 << 30  # most that a CPU pool takes unless asked for more
@@ -138,6 +142,7 @@ class ModelRunner:
             load_model(self.model, settings.folder)
         self.sampler = Sampler(self.tp, self.model.lm_head.vocab_start)
         self.graphs: DecodeGraphs | None = None
+        self.kv_cache: torch.Tensor | None = None
         self._allocate_buffers()
 
     # ------------------------------------------------------------------ start-up
@@ -169,7 +174,7 @@ class ModelRunner:
             self.uploads = PinnedRing(wire_words)  # of steps with prompt tokens
             self.downloads = PinnedRing(self.max_num_seqs)
 
-    def _allocate_plan(self):  # noqa: ANN202 - the kernel module is imported on CUDA only
+    def _allocate_plan(self) -> "DecodePlan":
         from nanovllm.kernels.decode_attention import DecodePlan
 
         model_config, size = self.settings.model_config, self.tp.size
@@ -252,7 +257,7 @@ class ModelRunner:
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         for layer in layers:
             layer.k_cache = layer.v_cache = torch.empty(0)
-        self.kv_cache: torch.Tensor | None = None
+        self.kv_cache = None
         return layers
 
     def _num_blocks_that_fit(self) -> int:
@@ -271,9 +276,10 @@ class ModelRunner:
                 f"no room for a KV cache: the GPU has {total_bytes / 2**30:.2f} GiB, "
                 f"{free_bytes / 2**30:.2f} GiB free; model and activations take "
                 f"{own_bytes / 2**30:.2f} GiB, CUDA graphs {graph_bytes / 2**30:.2f} GiB, and "
-                f"gpu_memory_utilization={utilization} allows {utilization * total_bytes / 2**30:.2f}"
-                f" GiB in all: raise gpu_memory_utilization, or lower max_num_batched_tokens, "
-                "max_num_seqs or max_model_len"
+                f"gpu_memory_utilization={utilization} allows "
+                f"{utilization * total_bytes / 2**30:.2f} GiB in all: raise "
+                "gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or "
+                "max_model_len"
             )
         return num_blocks
 
@@ -428,7 +434,9 @@ class ModelRunner:
         inputs = self._decode_inputs(self.wire, num_lanes, max_context_len)
         self.tokens[:num_lanes] = self._run_step(inputs).tokens
 
-    def _decode_inputs(self, wire: torch.Tensor, num_lanes: int, max_context_len: int) -> StepInputs:
+    def _decode_inputs(
+        self, wire: torch.Tensor, num_lanes: int, max_context_len: int
+    ) -> StepInputs:
         self._apply_updates(wire)
         inputs = self.inputs.lanes(num_lanes)
         fill = decode_inputs if self.device.type == "cuda" else decode_inputs_torch
@@ -514,7 +522,7 @@ class ModelRunner:
         self.graphs = None
         for parameter in self.model.parameters():
             # It refers back to its layer, and only the collector would free such a circle.
-            del parameter.weight_loader
+            del parameter.weight_loader  # type: ignore[attr-defined]
         names = ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan")
         for name in (*names, "second_pass", "logits"):
             setattr(self, name, None)

@@ -327,8 +327,8 @@ class SecondPass:
             return PendingLogprobs(groups, flat.numpy(), None)
         if self._downloads is None:
             self._downloads = PinnedRing(flat.numel())
-        values, event = self._downloads.download(flat)
-        return PendingLogprobs(groups, values[: flat.numel()], event)
+        downloaded, event = self._downloads.download(flat)
+        return PendingLogprobs(groups, downloaded[: flat.numel()], event)
 
 
 def _logits_row(record: RowRecord) -> LogitsRow:

@@ -55,9 +55,7 @@ class ParallelLMHead(VocabParallelEmbedding):
     the head would cost more than the network if it ran on all of them.
     """
 
-    def forward(
-        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens, hidden) to (lanes, rows of this rank), written to `out` where there is one.
 
         No rank sees another's logits.

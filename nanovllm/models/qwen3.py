@@ -167,7 +167,7 @@ class Qwen3Model(nn.Module):
         hidden_states, residual = self.embed_tokens(input_ids), None
         if self._runs_fused(hidden_states):
             for layer in self.layers:
-                hidden_states = layer.forward_fused(positions, hidden_states)
+                hidden_states = layer.forward_fused(positions, hidden_states)  # type: ignore[operator]
             return self.norm(hidden_states)[0]
         for layer in self.layers:
             hidden_states, residual = layer(positions, hidden_states, residual)
