@@ -152,12 +152,14 @@ class Scheduler:
         if self.max_num_mixed_tokens:
             step = self._schedule_mixed(in_flight)
         elif self.running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
-            step = self._schedule_decode(in_flight) or self._schedule_prefill()
+            step = self._schedule_decode(in_flight)
         else:
             step = self._schedule_prefill() or self._schedule_decode(in_flight)
         assert step or in_flight or self.is_finished(), "nothing to run while work remains"
-        is_prefill = step is not None and step.batch.num_prefills > 0
-        self._num_prefills_in_a_row = self._num_prefills_in_a_row + 1 if is_prefill else 0
+        if step is not None:
+            self._num_prefills_in_a_row += 1
+            if step.batch.num_decodes:
+                self._num_prefills_in_a_row = 0
         return step
 
     def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
