@@ -1,7 +1,13 @@
-"""What all tests share: which machine a test needs, and small checkpoints to run."""
+"""What all tests share: which machine a test needs, time limits, small checkpoints to run.
 
+The only conftest.py: two would be one module name, and tests import from here.
+"""
+
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -25,11 +31,17 @@ TINY_QWEN3 = {
 }
 
 MakeCheckpoint = Callable[..., Path]
+_LIMIT_S = 120  # of a test of processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` or `gpu2` on machines with fewer CUDA GPUs than that."""
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Skip tests marked `gpu` or `gpu2` on machines with fewer CUDA GPUs than that.
+
+    They need compiled kernels, too: in Triton's interpreter there is no GPU.
+    """
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    has_gpus = torch.cuda.is_available() and not is_interpreted
+    num_gpus = torch.cuda.device_count() if has_gpus else 0
     for item in items:
         for mark, num_needed in (("gpu", 1), ("gpu2", 2)):
             if item.get_closest_marker(mark) and num_gpus < num_needed:
@@ -43,6 +55,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def hard_timeout() -> Iterator[None]:
+    """Raise out of whatever the test waits for, so that a hang is a failure."""
+
+    def is_late(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"the test took longer than {_LIMIT_S} s")
+
+    previous = signal.signal(signal.SIGALRM, is_late)
+    signal.alarm(_LIMIT_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, previous)
 
 
 @pytest.fixture(scope="session")
