@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.linear import LoadedTensor, copy_checked, make_parameter
+from nanovllm.layers.linear import copy_checked, make_parameter
 from nanovllm.utils.context import get_context
 from nanovllm.utils.distributed import Communicator
+from nanovllm.utils.loader import LoadedTensor
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -12,7 +12,6 @@ Source: Shoeybi et al., Megatron-LM, 2019.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,16 +19,7 @@ from torch import nn
 
 from nanovllm.kernels.gemm import measured_config, small_batch_linear
 from nanovllm.utils.distributed import Communicator
-
-
-class LoadedTensor(Protocol):
-    """A checkpoint tensor whose parts can be read one by one; torch.Tensor is one."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
-
+from nanovllm.utils.loader import LoadedTensor
 
 WeightLoader = Callable[[nn.Parameter, LoadedTensor, Hashable | None], None]
 

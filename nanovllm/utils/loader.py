@@ -11,18 +11,25 @@ import json
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.linear import LoadedTensor
-
 # Anything else is a quantized weight without the scales that give it meaning.
 _FLOAT_DTYPES = ("BF16", "F16", "F32", "F64")
 # In some checkpoints although they are computed, not learned.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+
+
+class LoadedTensor(Protocol):
+    """A checkpoint tensor whose parts can be read one by one; torch.Tensor is one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def narrow(self, dim: int, start: int, length: int) -> torch.Tensor: ...
 
 
 class FileTensor:
