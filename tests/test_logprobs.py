@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, object]] = {
     "one batch": {},
     "nothing in flight": {"async_scheduling": False},
     "5 tokens a step": {"max_num_batched_tokens": 5},
+    "mixed steps": {"max_num_seqs": 3, "max_num_mixed_tokens": 6},
     "tight pool": {"num_kvcache_blocks": 14},
     "tight pool, 7 tokens a step": {"num_kvcache_blocks": 14, "max_num_batched_tokens": 7},
 }

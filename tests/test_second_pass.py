@@ -22,7 +22,6 @@ from nanovllm.kernels.sampling import sample_torch
 
 VOCAB, EOS = 200, 199
 NUM_NEW = 24
-TIE = 1e-4  # scores closer than this may be ordered either way by another order of additions
 
 # On this model greedy answers soon go in circles, so penalties and bans have much to do.
 FIELDS: dict[str, dict[str, object]] = {
@@ -55,6 +54,7 @@ MODES: dict[str, dict[str, object]] = {
     "nothing in flight": {"async_scheduling": False},
     "16 tokens a step": {"max_num_batched_tokens": 16},
     "three at once": {"max_num_seqs": 3},
+    "mixed steps": {"max_num_seqs": 5, "max_num_mixed_tokens": 11},
     "tight pool": {"num_kvcache_blocks": 20},
     "tight pool, 16 tokens a step, nothing in flight": {
         "num_kvcache_blocks": 20,
@@ -344,3 +344,48 @@ def test_requests_that_cannot_be_run_are_refused(folder, llm):
     ):
         bare.generate([[1]], SamplingParams(bad_words=["t1"]))
     assert llm.llm_engine.is_finished()
+
+
+GPU_MODES: dict[str, dict[str, object]] = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "graphs, nothing in flight": {"async_scheduling": False},
+    "graphs, tight pool": {"num_kvcache_blocks": 8},
+    "graphs, 16 tokens a step": {"max_num_batched_tokens": 16},
+    "graphs, mixed steps": {"max_num_seqs": 5, "max_num_mixed_tokens": 11},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_a_gpu_draws_what_the_cpu_draws(mode, folder, tokenizer, answers):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    options = {"device": "cuda", "dtype": "float32", "kvcache_block_size": 16, **GPU_MODES[mode]}
+    with open_llm(folder, tokenizer, **options) as gpu:
+        assert tokens_of(gpu, PROMPTS, PARAMS) == answers
+        reported = [params.replace(logprobs=2, prompt_logprobs=1) for params in PARAMS]
+        outputs = outputs_of(gpu, PROMPTS, reported)
+        assert [output.token_ids for output in outputs] == answers
+        assert (gpu.stats().num_preemptions > 0) == ("tight pool" in mode)
+    with open_llm(folder, tokenizer) as cpu:
+        for output, expected in zip(outputs, outputs_of(cpu, PROMPTS, reported), strict=True):
+            ours = output.outputs[0].logprobs + output.prompt_logprobs[1:]
+            theirs = expected.outputs[0].logprobs + expected.prompt_logprobs[1:]
+            for entry, other in zip(ours, theirs, strict=True):
+                assert list(entry) == list(other)
+                for token_id, logprob in entry.items():
+                    assert logprob.rank == other[token_id].rank
+                    assert abs(logprob.logprob - other[token_id].logprob) < 1e-4
+
+
+@pytest.mark.gpu
+def test_plain_rows_on_a_gpu_are_bit_identical_beside_special_ones(folder, tokenizer):
+    plain = SamplingParams(temperature=0.9, max_tokens=NUM_NEW, ignore_eos=True)
+    mixed = [p if i % 2 else plain.replace(seed=i) for i, p in enumerate(PARAMS)]
+    only_plain = [plain.replace(seed=i) for i in range(len(PARAMS))]
+    options = {"device": "cuda", "dtype": "bfloat16", "kvcache_block_size": 16}
+    with open_llm(folder, tokenizer, **options) as gpu:
+        # The same lanes in both calls: bfloat16 products may depend on the batch's size.
+        endless = [p.replace(stop_token_ids=(), min_tokens=0, ignore_eos=True) for p in mixed]
+        beside = tokens_of(gpu, PROMPTS, endless)
+        assert beside[::2] == tokens_of(gpu, PROMPTS, only_plain)[::2]

@@ -206,6 +206,11 @@ class ModelRunner:
             spare -= extra
         self.run(_dummy_prefill(lengths))
         self.run(_dummy_decode([longest - 1] * self.max_num_seqs))
+        if self.device.type == "cuda":
+            with torch.inference_mode():
+                self.second_pass.warmup(
+                    StepResult(self.logits, self.inputs.context_lens, self.tokens, None)
+                )
 
     def allocate_kv_cache(self) -> int:
         """Size the KV cache, allocate it zeroed, bind the layers to it; return its blocks.

@@ -8,6 +8,7 @@ words or prompt logprobs depend on them. Nothing is pickled.
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +32,7 @@ _FIELDS = (
 _DEFAULTS = SamplingParams()
 _COUNT_WORDS = 5  # of a record, before its JSON
 _WORD_BYTES = 4
+_NUM_REMEMBERED = 16
 
 
 class RowRecord(NamedTuple):
@@ -56,19 +58,10 @@ class RowParams:
         num_prompt_tokens: int,
         *,
         stop_token_ids: Sequence[int] = (),
-        bad_words: Sequence[Sequence[int]] = (),
+        bad_words: Sequence[tuple[int, ...]] = (),
     ) -> None:
-        changed = {
-            name: value
-            for name in _FIELDS
-            if (value := getattr(params, name)) != getattr(_DEFAULTS, name)
-        }
-        if params.min_tokens > 0:
-            changed["stop_token_ids"] = sorted(stop_token_ids)
-        if bad_words:
-            changed["bad_words"] = bad_words
-        text = json.dumps(changed, separators=(",", ":")).encode()
-        self._words = np.frombuffer(text + b" " * (-len(text) % _WORD_BYTES), dtype=np.int32)
+        stops = tuple(stop_token_ids) if params.min_tokens > 0 else ()
+        self._words = _encode(params, stops, tuple(bad_words))
         self._num_prompt_tokens = num_prompt_tokens
         self._needs_tokens = (
             params.has_penalties
@@ -100,17 +93,43 @@ def read_records(words: np.ndarray) -> Iterator[RowRecord]:
         json_start = start + _COUNT_WORDS
         sent_start = json_start + num_json_words
         start = sent_start + num_sent
-        fields = json.loads(words[json_start:sent_start].tobytes())
-        stop_token_ids = tuple(fields.pop("stop_token_ids", ()))
-        bad_words = tuple(tuple(word) for word in fields.pop("bad_words", ()))
-        if "logit_bias" in fields:
-            fields["logit_bias"] = [tuple(pair) for pair in fields["logit_bias"]]
-        yield RowRecord(
-            row,
-            num_tokens,
-            num_prompt_tokens,
-            SamplingParams(max_tokens=None, **fields),
-            stop_token_ids,
-            bad_words,
-            words[sent_start:start],
-        )
+        wishes = _decode(words[json_start:sent_start].tobytes())
+        yield RowRecord(row, num_tokens, num_prompt_tokens, *wishes, words[sent_start:start])
+
+
+class _Wishes(NamedTuple):
+    """The part of a RowRecord that is JSON."""
+
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    bad_words: tuple[tuple[int, ...], ...]
+
+
+# Remembered, since the requests of a call mostly ask for the same.
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _encode(
+    params: SamplingParams,
+    stop_token_ids: tuple[int, ...],
+    bad_words: tuple[tuple[int, ...], ...],
+) -> np.ndarray:
+    changed = {
+        name: value
+        for name in _FIELDS
+        if (value := getattr(params, name)) != getattr(_DEFAULTS, name)
+    }
+    if stop_token_ids:
+        changed["stop_token_ids"] = stop_token_ids
+    if bad_words:
+        changed["bad_words"] = bad_words
+    text = json.dumps(changed, separators=(",", ":")).encode()
+    return np.frombuffer(text + b" " * (-len(text) % _WORD_BYTES), dtype=np.int32)
+
+
+@lru_cache(maxsize=_NUM_REMEMBERED)
+def _decode(text: bytes) -> _Wishes:
+    fields = json.loads(text)
+    stop_token_ids = tuple(fields.pop("stop_token_ids", ()))
+    bad_words = tuple(tuple(word) for word in fields.pop("bad_words", ()))
+    if "logit_bias" in fields:
+        fields["logit_bias"] = [tuple(pair) for pair in fields["logit_bias"]]
+    return _Wishes(SamplingParams(max_tokens=None, **fields), stop_token_ids, bad_words)

@@ -31,6 +31,7 @@ from nanovllm.layers.logits import (
     compute_logprobs,
     process_logits,
 )
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.pinned import PinnedRing
 
 # Rows at once: 128 rows of 152k float32 logits are 78 MB, and of a prompt there may be thousands.
@@ -74,8 +75,8 @@ class _Lanes:
     @classmethod
     def of(cls, lanes: np.ndarray, rows: np.ndarray, device: torch.device) -> "_Lanes":
         is_prefix = np.array_equal(lanes, np.arange(len(lanes)))
-        indices = slice(0, len(lanes)) if is_prefix else torch.tensor(lanes, device=device).long()
-        return cls(indices, torch.tensor(rows, device=device).long())
+        indices = slice(0, len(lanes)) if is_prefix else _upload(lanes, torch.int64, device)
+        return cls(indices, _upload(rows, torch.int64, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,17 @@ class SecondPass:
                 values += self._report(report, result)
         return self._download(groups, values) if groups else None
 
+    def warmup(self, result: StepResult) -> None:
+        """Do the work that takes most memory once, so that the allocator keeps so much."""
+        num_rows = min(ROWS_PER_DRAW, len(result.logits))
+        row = LogitsRow(SamplingParams(top_p=0.5, repetition_penalty=1.1))
+        params = LogitsParams.of([row] * num_rows, self._lm_head.vocab_size, self._device)
+        tokens = result.tokens[:num_rows]
+        history = History(result.context_lens[:num_rows], tokens[:, None])
+        logits = self._whole_vocab(result.logits[:num_rows])
+        process_logits(logits, params, history)
+        _pack(logits, tokens, num_top=1)
+
     # ------------------------------------------------------------------ rows
 
     def _add(self, record: RowRecord) -> None:
@@ -180,7 +192,7 @@ class SecondPass:
         self._num_known[row] = record.num_tokens
         self._plan_key = None
         if _logits_row(record).needs_history:
-            token_ids = torch.tensor(record.token_ids, dtype=torch.int32, device=self._device)
+            token_ids = _upload(record.token_ids, torch.int32, self._device)
             self._history_buffer()[row, : record.num_tokens] = token_ids
         # After a preemption with output, the prompt has been reported already.
         if params.prompt_logprobs is not None and record.num_tokens == record.num_prompt_tokens:
@@ -300,7 +312,7 @@ class SecondPass:
         num_top = self._num_top(record.params.prompt_logprobs or 0)
         following = record.token_ids[start + 1 : start + 1 + len(hidden_states)]
         for i in range(0, len(following), ROWS_PER_REPORT):
-            token_ids = torch.tensor(following[i : i + ROWS_PER_REPORT], device=self._device)
+            token_ids = _upload(following[i : i + ROWS_PER_REPORT], torch.int32, self._device)
             hidden = hidden_states[i : i + len(token_ids)]
             logits = self._whole_vocab(F.linear(hidden, self._lm_head.weight))
             yield _pack(logits, token_ids, num_top)
@@ -329,6 +341,11 @@ class SecondPass:
             self._downloads = PinnedRing(flat.numel())
         downloaded, event = self._downloads.download(flat)
         return PendingLogprobs(groups, downloaded[: flat.numel()], event)
+
+
+def _upload(values: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    # Without non_blocking the host would wait for the step in flight.
+    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _logits_row(record: RowRecord) -> LogitsRow:
