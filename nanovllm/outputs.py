@@ -168,3 +168,4 @@ class EngineStats:
     prefill_backend: str = ""
     decode_backend: str = ""
     graph_batch_sizes: tuple[int, ...] = ()  # captured decode graphs; () = eager
+    all_reduce: str = ""  # who sums over the ranks, up to which size; "" on one rank

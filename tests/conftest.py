@@ -71,6 +71,14 @@ def hard_timeout() -> Iterator[None]:
     signal.signal(signal.SIGALRM, previous)
 
 
+@pytest.fixture
+def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks be forked from a server that has imported torch, instead of spawned."""
+    from processes import quick_context
+
+    monkeypatch.setattr("nanovllm.engine.worker.multiprocessing.get_context", quick_context)
+
+
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
     """Factory of folders with a random Qwen3, as transformers writes it.

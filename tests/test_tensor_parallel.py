@@ -3,23 +3,20 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from processes import quick_context, rank_pids, shared_memory_names
+from processes import rank_pids, shared_memory_names
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import worker
 from nanovllm.kernels.sampling import combine_shards, sample_torch
 
 pytestmark = pytest.mark.usefixtures("hard_timeout", "quick_start")
 
 REPEATS = [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 20))]
-LIMIT_S = 120
 
 # Enough for the prompts below; the small block size makes them span blocks.
 ROOMY = {
@@ -31,25 +28,6 @@ ROOMY = {
 }
 # Fewer blocks than the batch needs, and steps shorter than the longest prompt.
 TIGHT = {**ROOMY, "num_kvcache_blocks": 24, "max_num_batched_tokens": 32}
-
-
-@pytest.fixture
-def hard_timeout() -> Iterator[None]:
-    """Raise out of whatever the test waits for, so that a hang is a failure."""
-
-    def is_late(*_: object) -> None:
-        raise TimeoutError(f"the test took longer than {LIMIT_S} s")
-
-    previous = signal.signal(signal.SIGALRM, is_late)
-    signal.alarm(LIMIT_S)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, previous)
-
-
-@pytest.fixture
-def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.multiprocessing, "get_context", quick_context)
 
 
 def some_prompts(num_prompts: int, vocab_size: int = 1000) -> list[list[int]]:

@@ -493,6 +493,7 @@ class LLMEngine:
             prefill_backend=runner.backend.prefill_name if runner else "",
             decode_backend=runner.backend.decode_name if runner else "",
             graph_batch_sizes=tuple(runner.graphs.sizes) if runner and runner.graphs else (),
+            all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
         )
 
     def check_usable(self) -> None:

@@ -473,12 +473,15 @@ def build_model_runner(
 ) -> "RankRunner":
     """A rank of the real network, in a process group that this process owns."""
     from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.utils.distributed import join_group, limit_threads
+    from nanovllm.utils.distributed import join_group, limit_threads, with_peer_memory
 
-    size = settings.config.tensor_parallel_size
+    config, hidden_size = settings.config, settings.model_config.hidden_size
+    size = config.tensor_parallel_size
     if settings.device_type == "cpu":
         limit_threads(size)
     tp = join_group(rank, size, settings.device_type, meeting_point.path)
+    if settings.device_type == "cuda":
+        tp = with_peer_memory(tp, hidden_size, settings.dtype, config.max_num_seqs)
     return RankRunner(ModelRunner(settings, tp))
 
 

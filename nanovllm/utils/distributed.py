@@ -12,10 +12,13 @@ reach.
 
 import os
 import sys
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+
+from nanovllm.utils.peer_all_reduce import PeerAllReduce
 
 # Its name since torch 2.13, which warns of the old one.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,14 +31,19 @@ class Communicator:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: a lone rank, or a shard built for a test
+    peers: PeerAllReduce | None = None  # None: the group sums tensors of every size
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum `tensor` over the ranks, in place, and return it."""
-        if self.size > 1:
-            dist.all_reduce(tensor, group=self.group)
+        """Return the sum over the ranks; `tensor` may be overwritten with it."""
+        if self.size == 1:
+            return tensor
+        total = self.peers(tensor) if self.peers is not None else None
+        if total is not None:
+            return total
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +64,9 @@ class Communicator:
 
     @property
     def all_reduce_name(self) -> str:
-        """Who sums: "nccl" or "gloo"; "" for a lone rank."""
+        """Who sums: "gloo", "nccl", or who up to which size; "" for a lone rank."""
+        if self.peers is not None:
+            return self.peers.describe()
         return "" if self.group is None else dist.get_backend(self.group)
 
 
@@ -73,6 +83,8 @@ def join_group(rank: int, size: int, device_type: str, path: str) -> Communicato
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    # Multicast objects are never used here, and making one fails or does harm on some hosts.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     store = dist.FileStore(path, size)
     if device_type == "cuda":
         device = torch.device("cuda", rank)
@@ -81,6 +93,27 @@ def join_group(rank: int, size: int, device_type: str, path: str) -> Communicato
     else:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     return Communicator(rank, size, dist.group.WORLD)
+
+
+def with_peer_memory(
+    tp: Communicator, row_elements: int, dtype: torch.dtype, max_rows: int
+) -> Communicator:
+    """The same ranks, summing small tensors over peer memory where that is measured to be faster.
+
+    Args:
+        tp: From `join_group` on CUDA; all its ranks call this together.
+        row_elements: Elements for each token of the tensors that are summed.
+        dtype: Theirs.
+        max_rows: Most tokens of a decode step.
+    """
+    assert tp.group is not None, "a lone rank has no peers"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return tp
+    try:
+        return replace(tp, peers=PeerAllReduce(tp.group, row_elements, dtype, max_rows))
+    except RuntimeError as error:
+        warnings.warn(f"no peer memory, NCCL sums everything: {error}", stacklevel=2)
+        return tp
 
 
 def leave_group() -> None:

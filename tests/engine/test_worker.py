@@ -13,10 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from processes import quick_context, rank_pids, shared_memory_names, wait_until_ended
+from processes import rank_pids, shared_memory_names, wait_until_ended
 from stub_ranks import DECODE, PREFILL, StubSettings, build_stub
 
-from nanovllm.engine import worker
 from nanovllm.engine.worker import WorkerGroup, check_shardable, start_workers
 from nanovllm.model_config import ModelConfig
 
@@ -24,11 +23,6 @@ pytestmark = pytest.mark.usefixtures("hard_timeout")
 
 REPEATS = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, 20))]
 SCRIPT_LIMIT_S = 100
-
-
-@pytest.fixture
-def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker.multiprocessing, "get_context", quick_context)
 
 
 def start_stubs(settings: StubSettings, size: int = 2) -> WorkerGroup:
