@@ -291,11 +291,16 @@ def as_conversation_list(
         conversations = [cast(Items[Message], messages)]
     else:
         conversations = [cast(Items[Message], conversation) for conversation in messages]
+    for conversation in conversations:
+        if isinstance(conversation, str) or not isinstance(conversation, Items):
+            raise TypeError(f"a conversation must be a list of messages, not {conversation!r}")
     return [[_as_text(message) for message in conversation] for conversation in conversations]
 
 
 def _as_text(message: Message) -> Message:
     """The message with its content as one text: chat templates of text models know no parts."""
+    if not isinstance(message, Mapping):
+        raise TypeError(f"a message must be a dict with role and content, not {message!r}")
     content = message.get("content")
     if isinstance(content, str) or not isinstance(content, Items):
         return message
