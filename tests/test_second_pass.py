@@ -6,9 +6,11 @@ every request, however the engine batches, chunks, preempts or overlaps. Everyth
 the CPU with fixed seeds.
 """
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -311,6 +313,38 @@ def test_samples_of_one_request_differ_and_repeat(llm):
     assert len(set(samples)) == 4
     assert [tuple(sample.token_ids) for sample in second.outputs] == samples
     assert [sample.index for sample in first.outputs] == [0, 1, 2, 3]
+
+
+def test_samples_of_one_request_share_the_full_blocks_of_its_prompt(llm):
+    before = llm.stats().num_cached_tokens
+    params = SamplingParams(n=4, seed=1, max_tokens=6, top_k=30)
+    outputs_of(llm, [prompt_of(23, seed=1234)], params)
+    assert llm.stats().num_cached_tokens - before == 3 * 20
+
+
+def test_random_states_of_the_user_are_left_alone(llm):
+    """C39: seeded and unseeded draws, with and without filters."""
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    expected = torch.rand(1).item(), random.random(), np.random.rand()
+    torch.manual_seed(3)
+    random.seed(3)
+    np.random.seed(3)
+    tokens_of(llm, PROMPTS, PARAMS)
+    tokens_of(llm, PROMPTS, SamplingParams(top_p=0.5, max_tokens=4))
+    assert (torch.rand(1).item(), random.random(), np.random.rand()) == expected
+
+
+def test_unseeded_requests_differ_within_an_engine_and_repeat_in_a_new_one(folder, tokenizer):
+    params = SamplingParams(max_tokens=8, top_p=0.95)
+    calls = []
+    for _ in range(2):
+        with open_llm(folder, tokenizer, seed=5) as llm:
+            calls.append([tokens_of(llm, [PROMPTS[3]] * 2, params) for _ in range(2)])
+    assert calls[0] == calls[1]
+    first, second = calls[0]
+    assert len({tuple(tokens) for tokens in first + second}) == 4
 
 
 def test_top_p_keeps_the_token_that_crosses_p_in_an_engine(llm):
