@@ -52,10 +52,10 @@ def decode_tuning(
 ) -> DecodeTuning:
     """Return the constants for `group` query heads a KV head; tuned on one H200 in bfloat16."""
     if element_bytes > 2:
-        return DecodeTuning(block_n=32, num_warps=8, num_stages=2, min_chunk=128, spare_items=128)
+        return DecodeTuning(block_n=32, num_warps=8, num_stages=2, min_chunk=128, spare_items=64)
     if head_dim > 128:
-        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=128, spare_items=128)
-    return DecodeTuning(block_n=64, num_warps=4, num_stages=3, min_chunk=128, spare_items=128)
+        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=128, spare_items=64)
+    return DecodeTuning(block_n=32, num_warps=2, num_stages=4, min_chunk=128, spare_items=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class DecodePlan:
         plan_decode_kernel[(triton.cdiv(num_seqs, 16),)](
             context_lens, self.items, self.lane_items, num_seqs, self.num_items(num_seqs),
             self.tuning.min_chunk, self.tuning.block_n,
-            BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16, BLOCK_CANDIDATES=16,
+            BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16,
         )  # fmt: skip
 
     def num_items(self, num_seqs: int) -> int:
@@ -259,7 +259,6 @@ def plan_decode_kernel(
     BLOCK_LANES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
-    BLOCK_CANDIDATES: tl.constexpr,
 ):
     """List full chunks by lane, then remainders by length, then items without work.
 
@@ -269,7 +268,7 @@ def plan_decode_kernel(
     """
     program = tl.program_id(0)
     chunk = _pick_chunk(
-        context_lens_ptr, num_seqs, num_items, min_chunk, chunk_step, BLOCK_SEQS, BLOCK_CANDIDATES
+        context_lens_ptr, num_seqs, num_items - num_seqs, min_chunk, chunk_step, BLOCK_SEQS
     )
     lanes = program * BLOCK_LANES + tl.arange(0, BLOCK_LANES)
     lens = tl.load(context_lens_ptr + lanes, mask=lanes < num_seqs, other=0)
@@ -301,35 +300,19 @@ def plan_decode_kernel(
 
 @triton.jit
 def _pick_chunk(
-    context_lens_ptr,
-    num_seqs,
-    num_items,
-    min_chunk,
-    chunk_step,
-    BLOCK_SEQS: tl.constexpr,
-    BLOCK_CANDIDATES: tl.constexpr,
+    context_lens_ptr, num_seqs, spare_items, min_chunk, chunk_step, BLOCK_SEQS: tl.constexpr
 ):
-    """Smallest of some multiples of chunk_step with which all lanes fit num_items items.
+    """total / spare_items tokens, in whole steps: then no more than spare_items chunks are full.
 
-    total / num_items is too short unless every length is a multiple of it; total / spare items
-    always suffices, since at most that many chunks are full and at most num_seqs are not.
+    One item a lane is left for what remains. Few long chunks beat many short ones until there are
+    too few to go round, which is when the total is small.
     """
     total = 0
     for first in range(0, num_seqs, BLOCK_SEQS):
         seqs = first + tl.arange(0, BLOCK_SEQS)
         total += tl.sum(tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0), axis=0)
-    shortest = total // num_items
-    longest = tl.cdiv(total, num_items - num_seqs)
-    steps = tl.arange(0, BLOCK_CANDIDATES)
-    candidates = shortest + tl.cdiv((longest - shortest) * steps, BLOCK_CANDIDATES - 1)
-    candidates = tl.cdiv(tl.maximum(candidates, min_chunk), chunk_step) * chunk_step
-    counts = tl.zeros([BLOCK_CANDIDATES], tl.int32)
-    for first in range(0, num_seqs, BLOCK_SEQS):
-        seqs = first + tl.arange(0, BLOCK_SEQS)
-        lens = tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
-        lens = tl.where(seqs < num_seqs, tl.maximum(lens, 1), 0)
-        counts += tl.sum(tl.cdiv(lens[:, None], candidates[None, :]), axis=0)
-    return tl.min(tl.where(counts <= num_items, candidates, 2**31 - 1), axis=0)
+    chunk = tl.maximum(tl.cdiv(total, spare_items), min_chunk)
+    return tl.cdiv(chunk, chunk_step) * chunk_step
 
 
 @triton.jit

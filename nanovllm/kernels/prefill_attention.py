@@ -51,7 +51,7 @@ def prefill_tuning(
     if head_dim > 128:
         return PrefillTuning(block_m=64, block_n=32, num_warps=4, num_stages=2, split_loop=True)
     if has_large_shared_memory:
-        return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=3)
+        return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2, max_registers=128)
     return PrefillTuning(block_m=128, block_n=64, num_warps=8, num_stages=2)
 
 

@@ -589,7 +589,6 @@ def compile_cases(block_size: int) -> list[CompileCase]:
         "BLOCK_LANES": 16,
         "BLOCK_SEQS": 256,
         "BLOCK_CHUNKS": 16,
-        "BLOCK_CANDIDATES": 16,
     }
     return [
         CompileCase(decode.plan_decode_kernel, plan_constants),
