@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from byte_tokenizer import VOCAB_SIZE, write_byte_tokenizer
 from conftest import MakeCheckpoint
 
 from nanovllm import LLM
@@ -162,11 +163,12 @@ def test_folder_without_tokenizer_is_refused(make_checkpoint: MakeCheckpoint) ->
         LLM(str(make_checkpoint()), device="cpu")
 
 
-def test_paths_numpy_ints_and_torch_dtypes_are_taken(make_checkpoint: MakeCheckpoint) -> None:
-    tokenizer = Path(__file__).parent / "tiny_qwen3"
+def test_paths_numpy_ints_and_torch_dtypes_are_taken(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
     with LLM(
-        make_checkpoint(vocab_size=264),
-        tokenizer=tokenizer,
+        make_checkpoint(vocab_size=VOCAB_SIZE),
+        tokenizer=write_byte_tokenizer(tmp_path),
         device="cpu",
         dtype=torch.bfloat16,
         max_num_seqs=np.int64(2),

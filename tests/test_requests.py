@@ -13,19 +13,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from byte_tokenizer import EOS, VOCAB_SIZE, copy_with_tokenizer
 from conftest import MakeCheckpoint
 
 from nanovllm import LLM, SamplingParams
 
 TESTS = Path(__file__).resolve().parent
-VOCAB = 264  # the bundled tokenizer's: 256 bytes, then special tokens
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def folder(make_checkpoint: MakeCheckpoint) -> Path:
-    return make_checkpoint(vocab_size=VOCAB, eos_token_id=258)
+def folder(make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = make_checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    return copy_with_tokenizer(checkpoint, tmp_path_factory.mktemp("requests") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,6 @@ def llm(folder: Path) -> Iterator[LLM]:
 def open_llm(folder: Path, **options: object) -> LLM:
     defaults: dict[str, object] = {
         "device": "cpu",
-        "tokenizer": str(TESTS / "tiny_qwen3"),
         "max_model_len": 512,
         "kvcache_block_size": BLOCK,
         "num_kvcache_blocks": 32,
@@ -171,7 +171,7 @@ def test_request_larger_than_the_pool_is_refused(folder: Path) -> None:
 
 
 def test_text_without_tokenizer_is_refused(folder: Path) -> None:
-    with open_llm(folder, tokenizer=None, skip_tokenizer_init=True) as llm:
+    with open_llm(folder, skip_tokenizer_init=True) as llm:
         with pytest.raises(ValueError, match="prompt 1 is text.*skip_tokenizer_init.*token ids"):
             llm.generate([GOOD, "text"], GREEDY, use_tqdm=False)
         with pytest.raises(ValueError, match="prompt 0: .*stop.*tokenizer"):
@@ -183,17 +183,20 @@ def test_text_without_tokenizer_is_refused(folder: Path) -> None:
         check_idle(llm)
 
 
-def test_tokenizer_with_more_ids_than_the_model_is_refused(make_checkpoint: MakeCheckpoint) -> None:
+def test_tokenizer_with_more_ids_than_the_model_is_refused(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path
+) -> None:
     """On a GPU such an id would end the process."""
-    with open_llm(make_checkpoint(vocab_size=100, eos_token_id=1)) as llm:
+    checkpoint = make_checkpoint(vocab_size=100, eos_token_id=1)
+    with open_llm(copy_with_tokenizer(checkpoint, tmp_path / "model")) as llm:
         with pytest.raises(ValueError, match="prompt 1: .*id 122 .*0..99"):
             llm.generate(["AB", "Az"], GREEDY, use_tqdm=False)
         check_idle(llm)
 
 
-@pytest.mark.parametrize("messages", ["hello", 5, [["no mapping"]]])
+@pytest.mark.parametrize("messages", ["hello", 5, [["no mapping"]], [5], [None], ["hello"]])
 def test_bad_messages_is_refused(llm: LLM, messages: object) -> None:
-    with pytest.raises((TypeError, ValueError)):
+    with pytest.raises(TypeError, match="must be a"):
         llm.chat(messages, GREEDY, use_tqdm=False)
     check_idle(llm)
 

@@ -4,23 +4,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from byte_tokenizer import EOS, VOCAB_SIZE, copy_with_tokenizer
 from conftest import MakeCheckpoint
 
 from nanovllm import LLM, SamplingParams
 
-TESTS = Path(__file__).resolve().parent
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPTS = ["a", "a longer prompt", "of three", "and a fourth"]
 LENGTHS = [9, 2, 6, 4]
 WISHES = [GREEDY.replace(max_tokens=n) for n in LENGTHS]
 
 
+@pytest.fixture(scope="module")
+def folder(make_checkpoint: MakeCheckpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    checkpoint = make_checkpoint(vocab_size=VOCAB_SIZE, eos_token_id=EOS)
+    return copy_with_tokenizer(checkpoint, tmp_path_factory.mktemp("stream") / "model")
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
-def llm(request: pytest.FixtureRequest, make_checkpoint: MakeCheckpoint) -> Iterator[LLM]:
-    folder = make_checkpoint(vocab_size=264, eos_token_id=258)
+def llm(request: pytest.FixtureRequest, folder: Path) -> Iterator[LLM]:
     with LLM(
         str(folder),
-        tokenizer=str(TESTS / "tiny_qwen3"),
         device="cpu",
         max_model_len=128,
         kvcache_block_size=16,
