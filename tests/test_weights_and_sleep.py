@@ -158,6 +158,25 @@ def test_a_sleeping_engine_can_be_closed(folders):
         llm.wake_up()
 
 
+@pytest.mark.usefixtures("hard_timeout", "quick_start")
+def test_several_ranks_take_new_weights_and_sleep(llm, folders):
+    old = answers_of(llm)
+    with open_llm(folders[1]) as other:
+        new = answers_of(other)
+    with open_llm(folders[0], tensor_parallel_size=2) as ranks:
+        assert answers_of(ranks) == old
+        with pytest.raises(ValueError, match="norm.weight: its shape is"):
+            ranks.load_weights([("model.norm.weight", torch.zeros(63))])
+        assert answers_of(ranks) == old, "a mistake of the caller leaves the ranks as they are"
+        ranks.load_weights({name: value.double() for name, value in weights_of(folders[1]).items()})
+        assert answers_of(ranks) == new
+        ranks.sleep()
+        with pytest.raises(RuntimeError, match="wake_up"):
+            ranks.generate(PROMPTS, GREEDY)
+        ranks.wake_up()
+        assert answers_of(ranks) == new
+
+
 @pytest.mark.gpu
 def test_sleep_frees_memory_of_the_gpu(folders):
     options = {"device": "cuda", "num_kvcache_blocks": 20_000, "kvcache_block_size": 16}

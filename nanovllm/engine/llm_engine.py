@@ -51,9 +51,6 @@ from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
 logger = logging.getLogger("nanovllm")
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# Mixed steps pay where reading the weights is most of a decode step.
-_MIXED_FROM_PARAMETERS = 3_000_000_000
-_MIXED_TOKENS = 256
 # What a generation_config.json may recommend, and the field of SamplingParams that it means.
 _RECOMMENDED = {
     "temperature": "temperature",
@@ -93,7 +90,6 @@ class LLMEngine:
         settings = resolve_settings(config)
         self.model_config = settings.model_config
         self.max_model_len = settings.max_model_len
-        self.max_num_mixed_tokens = _resolve_max_num_mixed_tokens(settings)
         self.tokenizer = _load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         self.eos_token_ids = stop_token_ids(
@@ -147,7 +143,7 @@ class LLMEngine:
         """
         for request in requests:
             self._number(request)
-        if self.max_num_mixed_tokens:
+        if self.config.max_num_mixed_tokens:
             requests = sorted(requests, key=_longest_first)
         for request in requests:
             for sample in request.samples:
@@ -429,11 +425,12 @@ class LLMEngine:
             RuntimeError: Requests are queued or running.
         """
         self._check_idle("load_weights()")
-        runner = self._lone_runner("load_weights()")
+        assert self._runner is not None, "_check_idle"
         try:
-            runner.load_weights(weights)
+            self._runner.load_weights(weights)
         finally:
             self.scheduler.block_manager.reset()
+            self._close_if_lost()
 
     def sleep(self) -> None:
         """Give the KV cache's memory back until `wake_up`; cached prefixes are forgotten.
@@ -442,7 +439,11 @@ class LLMEngine:
             RuntimeError: Requests are queued or running, or it sleeps already.
         """
         self._check_idle("sleep()")
-        self._lone_runner("sleep()").sleep()
+        assert self._runner is not None, "_check_idle"
+        try:
+            self._runner.sleep()
+        finally:
+            self._close_if_lost()
         self._is_asleep = True
         self._num_past_preemptions += self.scheduler.num_preemptions
         self._start_over()
@@ -456,7 +457,11 @@ class LLMEngine:
         """
         self._check_alive()
         if self._is_asleep:
-            self._lone_runner("wake_up()").wake_up(self._num_blocks)
+            assert self._runner is not None, "_check_alive"
+            try:
+                self._runner.wake_up(self._num_blocks)
+            finally:
+                self._close_if_lost()
             self._is_asleep = False
 
     def default_sampling_params(self) -> SamplingParams:
@@ -507,10 +512,9 @@ class LLMEngine:
         if not self.is_finished():
             raise RuntimeError(f"{what} while requests run: finish or abort them")
 
-    def _lone_runner(self, what: str) -> ModelRunner:
-        if not isinstance(self._runner, ModelRunner):
-            raise NotImplementedError(f"{what} with tensor_parallel_size > 1 isn't supported")
-        return self._runner
+    def _close_if_lost(self) -> None:
+        if self._runner is not None and self._runner.is_lost:
+            self.exit()
 
     def _check_alive(self) -> None:
         if self._runner is None:
@@ -534,7 +538,7 @@ class LLMEngine:
             block_size=config.kvcache_block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_mixed_tokens=self.max_num_mixed_tokens,
+            max_num_mixed_tokens=config.max_num_mixed_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._in_flight = None
@@ -622,15 +626,6 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
             "lower it"
         )
     return config.max_model_len
-
-
-def _resolve_max_num_mixed_tokens(settings: RunnerSettings) -> int:
-    """Tokens of a mixed step: what a GPU can multiply while it reads a large model's weights."""
-    wish = settings.config.max_num_mixed_tokens
-    if wish is not None:
-        return wish
-    is_weight_bound = settings.model_config.num_layer_parameters >= _MIXED_FROM_PARAMETERS
-    return _MIXED_TOKENS if settings.device_type == "cuda" and is_weight_bound else 0
 
 
 def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:

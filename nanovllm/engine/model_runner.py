@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
@@ -31,7 +32,7 @@ from nanovllm.kernels.row_state import (
     decode_inputs_torch,
 )
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import select_backend
+from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.linear import num_kv_heads_of_rank
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
@@ -128,14 +129,7 @@ class ModelRunner:
             block_size=self.block_size,
             head_dim=model_config.head_dim,
         )
-        with torch.device(self.device):
-            self.model = model_class(model_config.architecture)(
-                model_config,
-                max_model_len=settings.max_model_len,
-                backend=self.backend,
-                dtype=settings.dtype,
-                tp=self.tp,
-            )
+        self.model = build_network(settings, self.device, self.backend, self.tp)
         if config.load_format == "dummy":
             initialize_dummy(self.model)
         else:
@@ -533,6 +527,34 @@ class ModelRunner:
             setattr(self, name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def build_network(
+    settings: RunnerSettings, device: torch.device, backend: AttentionBackend, tp: Communicator
+) -> nn.Module:
+    """One rank's part of the network, its parameters not written yet."""
+    with torch.device(device):
+        return model_class(settings.model_config.architecture)(
+            settings.model_config,
+            max_model_len=settings.max_model_len,
+            backend=backend,
+            dtype=settings.dtype,
+            tp=tp,
+        )
+
+
+def network_outline(settings: RunnerSettings) -> nn.Module:
+    """Rank 0's part of the network without memory: what it tells are names and shapes."""
+    meta = torch.device("meta")
+    backend = select_backend(
+        "torch",
+        device=torch.device("cpu"),
+        dtype=settings.dtype,
+        block_size=settings.config.kvcache_block_size,
+        head_dim=settings.model_config.head_dim,
+    )
+    tp = Communicator(rank=0, size=settings.config.tensor_parallel_size)
+    return build_network(settings, meta, backend, tp)
 
 
 def _dummy_prefill(lengths: list[int]) -> ScheduledBatch:

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum, auto
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -39,6 +39,8 @@ from nanovllm.model_config import ModelConfig
 from nanovllm.utils.shared_file import SharedFile
 
 if TYPE_CHECKING:
+    import torch
+
     from nanovllm.engine.model_runner import ModelRunner, RunnerSettings
 
 _GRACE_S = 0.5  # after a first failure, for the one behind it to show itself
@@ -58,6 +60,9 @@ class Command(IntEnum):
     ALLOCATE_KV_CACHE = auto()  # every rank replies with the number of blocks
     CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `Description`
     SYNCHRONIZE = auto()  # every rank replies when all that was launched is done
+    LOAD_WEIGHT = auto()  # payload: see `_pack_weight`; every rank replies when it is written
+    SLEEP = auto()  # every rank replies when the cache's memory is free
+    WAKE_UP = auto()  # payload: the number of blocks; every rank replies when it has them
     EXIT = auto()  # the rank ends; no reply
 
 
@@ -114,6 +119,9 @@ class Runner(Protocol):
     def launch(self, batch: ScheduledBatch) -> Pending: ...
     def allocate_kv_cache(self) -> int: ...
     def capture_cudagraph(self) -> None: ...
+    def load_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]]) -> None: ...
+    def sleep(self) -> None: ...
+    def wake_up(self, num_blocks: int) -> None: ...
     def synchronize(self) -> None: ...
     def exit(self) -> None: ...
     def describe(self) -> Description: ...
@@ -251,6 +259,24 @@ class WorkerGroup:
         """As ModelRunner's: returns as soon as the ranks have been told."""
         return PendingReply(self, self._publish(Command.STEP, batch.to_wire()))
 
+    def load_weights(
+        self, weights: Mapping[str, "torch.Tensor"] | Iterable[tuple[str, "torch.Tensor"]]
+    ) -> None:
+        """As ModelRunner's: checked here, then sent to all ranks, of which each keeps its part."""
+        from nanovllm.engine.model_runner import network_outline
+        from nanovllm.utils.loader import checked_weights
+
+        for name, tensor in checked_weights(network_outline(self.settings), weights):
+            self._ask(Command.LOAD_WEIGHT, _pack_weight(name, tensor))
+
+    def sleep(self) -> None:
+        """As ModelRunner's."""
+        self._ask(Command.SLEEP)
+
+    def wake_up(self, num_blocks: int) -> None:
+        """As ModelRunner's; a rank without room for its cache ends them all."""
+        self._ask(Command.WAKE_UP, num_blocks.to_bytes(8, "little"))
+
     def synchronize(self) -> None:
         """Wait for everything launched."""
         self._ask(Command.SYNCHRONIZE)
@@ -278,9 +304,9 @@ class WorkerGroup:
         _kill(self._processes)
         self._channel.close()
 
-    def _ask(self, command: Command) -> list[bytes]:
+    def _ask(self, command: Command, payload: bytes | np.ndarray = b"") -> list[bytes]:
         """Send a command that every rank answers; return the answers by rank."""
-        return self._receive(self._publish(command), len(self._processes))
+        return self._receive(self._publish(command, payload), len(self._processes))
 
     def _publish(self, command: Command, payload: bytes | np.ndarray = b"") -> int:
         if self.is_lost or not self._end.alive:
@@ -493,6 +519,9 @@ class RankRunner:
         self.launch = runner.launch
         self.allocate_kv_cache = runner.allocate_kv_cache
         self.capture_cudagraph = runner.capture_cudagraph
+        self.load_weights = runner.load_weights
+        self.sleep = runner.sleep
+        self.wake_up = runner.wake_up
         self.synchronize = runner.synchronize
 
     def describe(self) -> Description:
@@ -532,7 +561,7 @@ def serve(runner: Runner, end: RankEnd, rank: int) -> None:
             runner.exit()
             return
         else:
-            end.reply(message.number, Answer.DONE, _obey(command, runner))
+            end.reply(message.number, Answer.DONE, _obey(command, message.payload, runner))
 
 
 def _pack(result: Pending) -> np.ndarray:
@@ -542,8 +571,37 @@ def _pack(result: Pending) -> np.ndarray:
     return words if logprobs is None else np.concatenate([words, logprobs])
 
 
-def _obey(command: Command, runner: Runner) -> bytes:
+def _pack_weight(name: str, tensor: "torch.Tensor") -> np.ndarray:
+    """A named tensor as bytes: the length of a JSON header, the header, the numbers."""
+    import torch
+
+    header = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
+    length = len(header.encode()).to_bytes(8, "little")
+    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return np.concatenate([np.frombuffer(length + header.encode(), dtype=np.uint8), numbers])
+
+
+def _unpack_weight(payload: bytes | bytearray) -> tuple[str, "torch.Tensor"]:
+    """What `_pack_weight` packed."""
+    import torch
+
+    start = 8 + int.from_bytes(payload[:8], "little")
+    name, dtype_name, shape = json.loads(bytes(payload[8:start]))
+    numbers = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8, offset=start).copy())
+    return name, numbers.view(getattr(torch, dtype_name)).view(shape)
+
+
+def _obey(command: Command, payload: bytes | bytearray, runner: Runner) -> bytes:
     """Carry out a command that every rank answers; return the answer."""
+    if command is Command.LOAD_WEIGHT:
+        runner.load_weights([_unpack_weight(payload)])
+        return b""
+    if command is Command.SLEEP:
+        runner.sleep()
+        return b""
+    if command is Command.WAKE_UP:
+        runner.wake_up(int.from_bytes(payload, "little"))
+        return b""
     if command is Command.ALLOCATE_KV_CACHE:
         return runner.allocate_kv_cache().to_bytes(8, "little")
     if command is Command.CAPTURE_CUDAGRAPH:

@@ -149,9 +149,25 @@ def update_weights(
 ) -> None:
     """Overwrite parameters with named tensors in the checkpoint's form, all of them or some.
 
-    Every tensor is checked before it is written. A dict, list or tuple is checked as a whole before
-    anything is; of an iterator, which may produce more than memory holds, what came before the
+    Raises:
+        ValueError, TypeError: See `checked_weights`.
+    """
+    for item in checked_weights(model, weights):
+        _write(model, item)
+
+
+def checked_weights(
+    model: nn.Module, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield named tensors, each to be written before the next is asked for.
+
+    Every tensor is checked before it is yielded. A dict, list or tuple is checked as a whole before
+    anything is; of an iterator, which may produce more than memory holds, what came before a
     mistake has been written.
+
+    Args:
+        model: One rank's network; it may be without memory (on the meta device).
+        weights: Names and whole tensors as in the checkpoint.
 
     Raises:
         ValueError: A tensor has no parameter or another shape; the text names it.
@@ -167,7 +183,7 @@ def update_weights(
             _write(model, item, is_rehearsal=True)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{error} ({num_written} tensors before it are written)") from error
-        _write(model, item)
+        yield item
 
 
 def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
