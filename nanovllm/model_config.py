@@ -33,13 +33,6 @@ class ModelConfig:
     dtype: str  # of the checkpoint: bfloat16, float16 or float32
     eos_token_ids: tuple[int, ...]
 
-    @property
-    def num_layer_parameters(self) -> int:
-        """Weights of all layers' projections, without embedding and head."""
-        attention = 2 * (self.num_attention_heads + self.num_key_value_heads) * self.head_dim
-        per_feature = attention + 3 * self.intermediate_size
-        return self.num_hidden_layers * self.hidden_size * per_feature
-
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelConfig":
         """Read `folder`/config.json.
