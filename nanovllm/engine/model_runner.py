@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
@@ -37,6 +36,7 @@ from nanovllm.layers.linear import num_kv_heads_of_rank
 from nanovllm.layers.sampler import Sampler
 from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
@@ -531,7 +531,7 @@ class ModelRunner:
 
 def build_network(
     settings: RunnerSettings, device: torch.device, backend: AttentionBackend, tp: Communicator
-) -> nn.Module:
+) -> Qwen3ForCausalLM:
     """One rank's part of the network, its parameters not written yet."""
     with torch.device(device):
         return model_class(settings.model_config.architecture)(
@@ -543,7 +543,7 @@ def build_network(
         )
 
 
-def network_outline(settings: RunnerSettings) -> nn.Module:
+def network_outline(settings: RunnerSettings) -> Qwen3ForCausalLM:
     """Rank 0's part of the network without memory: what it tells are names and shapes."""
     meta = torch.device("meta")
     backend = select_backend(
