@@ -366,6 +366,49 @@ def test_context_is_there_inside_of_a_step_only() -> None:
         get_context()
 
 
+class Machine:
+    """A machine with a GPU and some packages, for `select_backend` alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: int, *packages: str) -> None:
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name: name if name in packages else None
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+
+    def select(self, wish: str, **changes: object) -> tuple[str, str]:
+        facts = {"dtype": torch.bfloat16, "block_size": 256, "head_dim": 128, **changes}
+        backend = select_backend(wish, device=torch.device("cuda"), **facts)
+        return backend.prefill_name, backend.decode_name
+
+
+def test_missing_package_is_an_import_error_with_the_pip_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = Machine(monkeypatch, 9)
+    with pytest.raises(ImportError, match="pip install flash-attn.*'triton'"):
+        machine.select("flash_attn")
+    with pytest.raises(ImportError, match="pip install triton"):
+        machine.select("triton")
+    assert machine.select("auto") == ("torch", "torch")
+
+
+def test_explicit_backend_that_does_not_fit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 8, "flash_attn", "triton")
+    with pytest.raises(ValueError, match="'flash_attn' needs bfloat16 or float16, not .*float32"):
+        machine.select("flash_attn", dtype=torch.float32)
+    with pytest.raises(ValueError, match="multiple of 256, not 16: .*'triton'"):
+        machine.select("flash_attn", block_size=16)
+    with pytest.raises(ValueError, match="head_dim .* not 300"):
+        machine.select("flash_attn", head_dim=300)
+    for block_size in (1, 8, 24, 100):
+        with pytest.raises(ValueError, match=f"power of two of at least 16, not {block_size}"):
+            machine.select("triton", block_size=block_size)
+    # auto takes what fits.
+    assert machine.select("auto", block_size=16, dtype=torch.float32) == ("triton", "triton")
+    assert machine.select("auto", block_size=7) == ("torch", "torch")
+    assert machine.select("triton") == ("triton", "triton")
+
+
 def test_backend_for_cpu_is_torch_alone() -> None:
     cpu = {"device": torch.device("cpu"), "dtype": torch.float32, "block_size": 3, "head_dim": 8}
     for wish in ("auto", "torch"):
