@@ -207,6 +207,14 @@ def test_damaged_file_is_refused(tmp_path: Path, text: str | bytes, error: str) 
         LLM(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, '{"eos_token_id": "</s>"}'])
+def test_damaged_generation_config_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**FIELDS, "rope_theta": THETA}))
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match="generation_config.json"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy", device="cpu")
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="config.json is missing.*no checkpoint folder"):
         LLM(str(tmp_path))

@@ -247,7 +247,7 @@ def read_json(path: Path) -> dict[str, object]:
         return {}
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")

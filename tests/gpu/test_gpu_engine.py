@@ -178,10 +178,10 @@ def run_scenario(driver: Driver) -> dict[str, torch.Tensor]:
     out["decode alone"] = torch.cat(
         [driver.step(decodes=[(4, 700 + i, follow[4][i])]) for i in range(4, 6)]
     )
+    # Positions that row 4 has stored just now; mixed lanes below need them of every row.
+    pairs = [[(row, LENGTHS[row] + i, follow[row][i]) for row in (1, 5)] for i in (4, 5)]
+    out["decode in pairs"] = torch.cat([driver.step(decodes=lanes) for lanes in pairs])
     lanes = [(row, LENGTHS[row] + 6, follow[row][6]) for row in (1, 4, 5)]
-    # Row 5 has stored positions up to 1003 only: 1004 and 1005 come now.
-    for i in (4, 5):
-        driver.step(decodes=[(row, LENGTHS[row] + i, follow[row][i]) for row in (1, 5)])
     out["mixed"] = driver.step(
         [(0, 0, longest[:333])], decodes=lanes, new=[driver.take_row(0, driver.blocks(333))]
     )
