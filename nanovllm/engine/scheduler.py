@@ -149,17 +149,17 @@ class Scheduler:
         Returns:
             The step, or None: process the step in flight first, or, without one, all is done.
         """
+        is_anyone_running = bool(self.running)
         if self.max_num_mixed_tokens:
             step = self._schedule_mixed(in_flight)
-        elif self.running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
+        elif is_anyone_running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
             step = self._schedule_decode(in_flight)
         else:
             step = self._schedule_prefill() or self._schedule_decode(in_flight)
         assert step or in_flight or self.is_finished(), "nothing to run while work remains"
         if step is not None:
-            self._num_prefills_in_a_row += 1
-            if step.batch.num_decodes:
-                self._num_prefills_in_a_row = 0
+            sits_out = is_anyone_running and not step.batch.num_decodes
+            self._num_prefills_in_a_row = self._num_prefills_in_a_row + 1 if sits_out else 0
         return step
 
     def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:

@@ -371,7 +371,7 @@ class ModelBlock:
 class BlockManagerWalk(RuleBasedStateMachine):
     """Sequences come, grow and go; a model with whole contents says what must be shared."""
 
-    @initialize(block_size=st.sampled_from([1, 2, 3, 4, 16, 256]), num_blocks=st.integers(1, 12))
+    @initialize(block_size=st.sampled_from([1, 2, 3, 4, 16, 256]), num_blocks=st.integers(1, 8))
     def start(self, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
         self.blocks = BlockManager(num_blocks, block_size)
@@ -386,8 +386,11 @@ class BlockManagerWalk(RuleBasedStateMachine):
         data=st.data(),
         num_shared=st.integers(0, 5),
         tail=st.lists(st.integers(0, 2), min_size=1, max_size=6),
+        is_computed=st.booleans(),
     )
-    def admit(self, data: st.DataObject, num_shared: int, tail: list[int]) -> None:
+    def admit(
+        self, data: st.DataObject, num_shared: int, tail: list[int], is_computed: bool
+    ) -> None:
         """A prompt that begins as an earlier one did, to a block's end or beside it."""
         begin = data.draw(st.sampled_from(self.seen)) if self.seen else []
         cut = max(num_shared * self.block_size + data.draw(st.integers(-1, 1)), 0)
@@ -409,9 +412,12 @@ class BlockManagerWalk(RuleBasedStateMachine):
         assert seq.num_computed_tokens == len(expected) * self.block_size < seq.num_tokens
         self.generations[seq] = self.model[expected[-1]].generation if expected else 0
         self.seen.append(seq.token_ids)
+        if is_computed:
+            seq.num_computed_tokens = seq.num_tokens
+            self._publish(seq)
 
     @precondition(lambda self: self.generations)
-    @rule(data=st.data(), num_tokens=st.integers(1, 600))
+    @rule(data=st.data(), num_tokens=st.sampled_from([1, 2, 3, 5, 17, 255, 256, 600]))
     def compute(self, data: st.DataObject, num_tokens: int) -> None:
         """A chunk of what is known."""
         seq = self._any_sequence(data)
