@@ -61,8 +61,16 @@ MODES: dict[str, dict[str, object]] = {
     "nothing in flight": {"async_scheduling": False},
     "tight pool, nothing in flight": SMALL_POOL | {"async_scheduling": False},
     "odd blocks": {"kvcache_block_size": 7},
+    "prompts beside running sequences": {"kvcache_block_size": 16, "max_num_mixed_tokens": 48},
+    "tight pool, prompts beside running sequences": SMALL_POOL | {"max_num_mixed_tokens": 48},
 }
-CI_MODES = ("blocks of 256", "64 tokens a step", "tight pool", "tight pool, nothing in flight")
+CI_MODES = (
+    "blocks of 256",
+    "64 tokens a step",
+    "tight pool",
+    "tight pool, nothing in flight",
+    "tight pool, prompts beside running sequences",
+)
 
 
 class Reference(NamedTuple):
@@ -222,7 +230,9 @@ class LogitsRecorder:
         return logits
 
 
-@pytest.mark.parametrize("mode", ["blocks of 256", "64 tokens a step", "tight pool"])
+@pytest.mark.parametrize(
+    "mode", ["blocks of 256", "64 tokens a step", "tight pool, prompts beside running sequences"]
+)
 @pytest.mark.parametrize("model", models())
 def test_logits_equal_transformers(
     references: References, model: str, mode: str, monkeypatch: pytest.MonkeyPatch
