@@ -18,9 +18,11 @@ compares with is arithmetic: bytes over bandwidth, operations over FLOP/s, no ot
 """
 
 import argparse
+import functools
 import json
 import platform
 import random
+import re
 import shlex
 import statistics
 import subprocess
@@ -341,11 +343,11 @@ def profile(args: argparse.Namespace, llm: LLM, passes: list[Pass]) -> dict[str,
     params = make_params(args, workload.output_lens)
     steps = host_pass(llm, workload.prompts, params)
     result: dict[str, object] = {"host": host_report(steps)}
-    kernels = gpu_pass(llm, workload.prompts, params) if llm.stats().device != "cpu" else []
-    if kernels:
-        result["gpu"] = gpu_report(kernels, [step for step in steps if step.is_decode])
+    if args.tp > 1:
+        print("gpu: not shown, since each rank is a process of its own")
     elif llm.stats().device != "cpu":
-        print("gpu: no kernels were seen in this process")
+        kernels = gpu_pass(llm, workload.prompts, params)
+        result["gpu"] = gpu_report(kernels, [step for step in steps if step.is_decode])
     result["floor"] = floor_report(args, llm, passes)
     return result
 
@@ -477,20 +479,19 @@ class Kernel(NamedTuple):
     duration: float
 
 
-# First match wins. cuBLAS names its Hopper kernels nvjet; splitKreduce is its own, too.
+# First match wins. cuBLAS names its Hopper kernels nvjet and has a splitKreduce of its own.
 KERNEL_KINDS = {
-    "communication": ("nccl", "all_reduce", "allreduce"),
-    "attention": ("attention", "attn", "flash", "fmha", "plan_decode"),
-    "norm/rope/store": ("norm", "rope", "rotary", "store_kvcache", "silu"),
-    "GEMM": ("gemm", "gemv", "nvjet", "cutlass", "splitk", "linear_kernel", "reduce_kernel(parts"),
-    "sampler": ("sample", "combine", "argmax"),
+    "attention": "attention|attn|flash|fmha|plan_decode",
+    "norm/rope/store": "norm|rope|rotary|store_kvcache|silu",
+    "GEMM": "gemm|gemv|nvjet|cutlass|splitk|linear_kernel|^reduce_kernel",
+    "sampler": "sample|combine|argmax",
 }
 
 
+@functools.cache
 def kind_of(kernel_name: str) -> str:
-    lowered = kernel_name.lower()
-    for kind, words in KERNEL_KINDS.items():
-        if any(word in lowered for word in words):
+    for kind, pattern in KERNEL_KINDS.items():
+        if re.search(pattern, kernel_name, flags=re.IGNORECASE):
             return kind
     return "other"
 
@@ -532,6 +533,9 @@ def gpu_report(kernels: list[Kernel], steps: list[HostStep]) -> dict[str, object
     Recording a kernel costs time between kernels, so `busy` has two forms: within the recorded run,
     and against the wall time of the same steps in the run without a profiler.
     """
+    if not kernels or not steps:
+        print("gpu: no kernel of a decode step was recorded")
+        return {}
     busy_us = union_length(kernels)
     end = max(kernel.start + kernel.duration for kernel in kernels)
     recorded_us = end - min(kernel.start for kernel in kernels)

@@ -110,6 +110,39 @@ def test_union_length_counts_overlaps_once():
     assert bench.union_length(kernels) == 6 + 1.5
 
 
+def test_gpu_report_sets_kernels_against_the_wall_time_without_a_profiler():
+    kernels = [
+        bench.Kernel("decode_attention_kernel", 100.0, 60.0),
+        bench.Kernel("linear_kernel", 170.0, 20.0),
+        bench.Kernel("sample_kernel", 180.0, 20.0),
+    ]
+    steps = [bench.HostStep(num_lanes=4, seconds=50e-6) for _ in range(2)]
+    assert bench.gpu_report(kernels, steps) == {
+        "busy": 0.9,
+        "busy_recorded": 0.9,
+        "kernels_per_step": 1.5,
+        "us_per_step": {"attention": 30.0, "GEMM": 10.0, "sampler": 10.0},
+    }
+
+
+def test_read_kernels_takes_what_the_gpu_did_from_the_trace():
+    class Profiler:
+        def export_chrome_trace(self, path: str) -> None:
+            events = [
+                {"cat": "kernel", "name": "linear_kernel", "ts": 5.5, "dur": 2},
+                {"cat": "cuda_runtime", "name": "cudaGraphLaunch", "ts": 1, "dur": 3},
+                {"cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 4, "dur": 1},
+                {"name": "process_name", "ph": "M"},
+            ]
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"traceEvents": events}, file)
+
+    assert bench.read_kernels(Profiler()) == [
+        bench.Kernel("linear_kernel", 5.5, 2.0),
+        bench.Kernel("Memcpy HtoD", 4.0, 1.0),
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -119,13 +152,14 @@ def test_union_length_counts_overlaps_once():
         ("nvjet_tst_64x64_64x16_4x1_v_bz_TNT", "GEMM"),
         ("linear_kernel", "GEMM"),
         ("gemv_kernel", "GEMM"),
+        ("reduce_kernel", "GEMM"),
+        ("void at::native::reduce_kernel<512, 1, ...>", "other"),
         ("qk_norm_rope_store_kernel", "norm/rope/store"),
         ("silu_and_mul_kernel", "norm/rope/store"),
         ("sample_kernel", "sampler"),
         ("combine_kernel", "sampler"),
         ("decode_inputs_kernel", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "other"),
-        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
     ],
 )
 def test_kernel_kinds(name, kind):
