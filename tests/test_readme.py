@@ -42,18 +42,35 @@ def names_in(cell: str) -> list[str]:
     return re.findall(r"\w+", re.sub(r"\(.*?\)", "", " ".join(re.findall(r"`(.*?)`", cell))))
 
 
-def test_tree_lists_every_file_of_the_package() -> None:
-    (tree,) = (block for block in code_blocks("") if block.startswith("nanovllm/"))
-    listed, folders = [], [""] * 8
+def paths_in(start: str) -> list[str]:
+    """Files of the tree that begins with `start`."""
+    (tree,) = (block for block in code_blocks("") if block.startswith(start))
+    paths, folders = [], [""] * 8
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
+        name = line.split()[0].rstrip(",")
         folders[depth] = name
         if not name.endswith("/"):
-            listed.append("".join(folders[: depth + 1]))
+            paths.append("".join(folders[: depth + 1]))
+    return paths
+
+
+def test_tree_lists_every_file_of_the_package() -> None:
     package = ROOT / "nanovllm"
+    listed = paths_in("nanovllm/")
     files = [path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")]
     assert sorted(listed) == sorted(files)
+
+
+def test_tree_of_everything_else_lists_what_there_is() -> None:
+    missing = [path for path in paths_in("example.py") if not list(ROOT.glob(path))]
+    assert not missing
+
+
+def test_quick_start_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    bundled = str(ROOT / "tests" / "tiny_qwen3")
+    exec(code_blocks("python")[0].replace('"Qwen3-0.6B"', repr(bundled)), {})
+    assert capsys.readouterr().out.count("->") >= 2
 
 
 def test_options_are_all_listed_with_their_defaults() -> None:
