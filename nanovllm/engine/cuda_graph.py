@@ -8,6 +8,7 @@ use the spare row; their slot is -1, so they store nothing.
 
 import gc
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 
@@ -21,6 +22,12 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture, ascending, the last one exactly `max_num_seqs`."""
     beyond = range(_SIZES[-1] + _STEP_BEYOND, max_num_seqs, _STEP_BEYOND)
     return [size for size in (*_SIZES, *beyond) if size < max_num_seqs] + [max_num_seqs]
+
+
+@cache
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """One stream for all captures of a device: cuBLAS keeps a workspace for every stream it saw."""
+    return torch.cuda.Stream(device)
 
 
 class DecodeGraphs:
@@ -39,12 +46,14 @@ class DecodeGraphs:
         """
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.sizes = sorted(sizes)
-        rng_state = torch.cuda.get_rng_state()
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        rng_state = generator.clone_state()
         try:
             self._capture(run)
         except BaseException:
             self.release()
-            torch.cuda.set_rng_state(rng_state)
+            # A new state, not a new seed: a capture that broke off leaves the old one capturing.
+            generator.graphsafe_set_state(rng_state)
             raise
 
     def size_for(self, num_lanes: int) -> int | None:
@@ -63,7 +72,7 @@ class DecodeGraphs:
     def _capture(self, run: Callable[[int], None]) -> None:
         # A collection during capture could free tensors of another stream's graph.
         gc.collect()
-        stream = torch.cuda.Stream()
+        stream = _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         pool = None
         with torch.cuda.stream(stream):

@@ -237,6 +237,8 @@ class ModelRunner:
         """Allocate one zeroed pool, (2, layers, blocks, block_size, kv_heads, head_dim)."""
         model_config = self.settings.model_config
         layers = self._release_pool()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # else it may be a part of a piece that can't be given back
         # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
         self.kv_cache = torch.zeros(
             2,
@@ -263,9 +265,10 @@ class ModelRunner:
         if self.device.type == "cpu":
             return self._num_cpu_blocks()
         utilization = self.settings.config.gpu_memory_utilization
-        graph_bytes = self._measure_graph_bytes()
         torch.cuda.synchronize()
+        # Before anything is given back: what the largest steps took must stay available to them.
         free_bytes, total_bytes = torch.cuda.mem_get_info()
+        graph_bytes = self._measure_graph_bytes()
         # Only what this engine took is charged to it: memory of other processes isn't.
         own_bytes = max(self._free_bytes_before - free_bytes, 0)
         budget = min(free_bytes - _MARGIN_BYTES, int(utilization * total_bytes) - own_bytes)
