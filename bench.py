@@ -20,6 +20,7 @@ compares with is arithmetic: bytes over bandwidth, operations over FLOP/s, no ot
 import argparse
 import functools
 import json
+import os
 import platform
 import random
 import re
@@ -81,14 +82,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         llm = make_llm(args, str(folder))
         load_s = time.perf_counter() - start
+        ready_s = process_age_s()
         with llm:
             settings = describe(args, llm)
             print(json.dumps(settings, indent=1))
             print(f"load: {load_s:.1f} s, {settings['kv_blocks']} KV blocks")
+            print(startup_line(llm, load_s, ready_s))
             passes = run_repeats(args, llm)
             result = summary(passes) | {
                 "kv_blocks": settings["kv_blocks"],
                 "load_s": round(load_s, 2),
+                "ready_s": ready_s,
                 "versions": settings["versions"],
                 "settings": settings,
                 "stats": asdict(llm.stats()),
@@ -169,6 +173,24 @@ def write_shape(shape: Shape, folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return folder
+
+
+def process_age_s() -> float | None:
+    """Seconds since this process started, interpreter and imports included; None off Linux."""
+    try:
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return round(uptime_s - int(fields[19]) / os.sysconf("SC_CLK_TCK"), 2)
+
+
+def startup_line(llm: LLM, load_s: float, ready_s: float | None) -> str:
+    """What the time from process start to ready was spent on."""
+    parts = [f"{part} {seconds:.1f}" for part, seconds in llm.stats().startup_s]
+    if ready_s is not None:
+        parts.insert(0, f"interpreter and imports {ready_s - load_s:.1f}")
+    return f"ready after {ready_s} s: " + ", ".join(parts)
 
 
 def make_llm(args: argparse.Namespace, folder: str) -> LLM:

@@ -168,4 +168,5 @@ class EngineStats:
     prefill_backend: str = ""
     decode_backend: str = ""
     graph_batch_sizes: tuple[int, ...] = ()  # captured decode graphs; () = eager
+    startup_s: tuple[tuple[str, float], ...] = ()  # (what start-up was spent on, seconds)
     all_reduce: str = ""  # who sums over the ranks, up to which size; "" on one rank

@@ -15,6 +15,7 @@ Every mistake of the caller is raised before any state changes. After any except
 the engine rebuilds its scheduler and blocks rather than repairing them, and can go on.
 """
 
+import itertools
 import logging
 import os
 import time
@@ -61,6 +62,8 @@ _RECOMMENDED = {
     "max_new_tokens": "max_tokens",
 }
 
+_STARTUP_PARTS = ("configuration and tokenizer", "weights", "warm-up and KV cache", "graphs")
+
 Result = TypeVar("Result")
 
 
@@ -87,6 +90,7 @@ class LLMEngine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        marks = [time.perf_counter()]
         settings = resolve_settings(config)
         self.model_config = settings.model_config
         self.max_model_len = settings.max_model_len
@@ -98,13 +102,19 @@ class LLMEngine:
             {"eos_token_id": list(self.model_config.eos_token_ids)},
         )
         self._pid = os.getpid()
+        marks.append(time.perf_counter())
         self._runner: ModelRunner | WorkerGroup | None = start_runner(settings)
+        marks.append(time.perf_counter())
         try:
             self._num_blocks = self._runner.allocate_kv_cache()
+            marks.append(time.perf_counter())
             self._runner.capture_cudagraph()
         except BaseException:
             self.exit()
             raise
+        marks.append(time.perf_counter())
+        seconds = (end - start for start, end in itertools.pairwise(marks))
+        self._startup_s = tuple(zip(_STARTUP_PARTS, seconds, strict=True))
         self._in_flight: InFlight | None = None
         self._num_requests = 0
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
@@ -498,6 +508,7 @@ class LLMEngine:
             prefill_backend=runner.backend.prefill_name if runner else "",
             decode_backend=runner.backend.decode_name if runner else "",
             graph_batch_sizes=tuple(runner.graphs.sizes) if runner and runner.graphs else (),
+            startup_s=self._startup_s,
             all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
         )
 
@@ -560,7 +571,7 @@ class LLMEngine:
     def _log_choices(self) -> None:
         stats = self.stats()
         logger.info(
-            "%s, %s, attention: prefill %s, decode %s; %d KV blocks of %d tokens; graphs: %s",
+            "%s, %s, attention: prefill %s, decode %s; %d KV blocks of %d tokens; graphs: %s; %s",
             stats.device,
             stats.dtype,
             stats.prefill_backend,
@@ -568,6 +579,7 @@ class LLMEngine:
             stats.num_kvcache_blocks,
             stats.kvcache_block_size,
             list(stats.graph_batch_sizes) or "none (eager)",
+            ", ".join(f"{part} {seconds:.1f} s" for part, seconds in stats.startup_s),
         )
 
 
