@@ -39,6 +39,19 @@ def is_running(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
+def pids_of_session(session: int) -> list[int]:
+    """Ids of the processes that descend from a script started in a session of its own."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if is_running(pid) and _session_of(pid) == session]
+
+
+def _session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
 def wait_until_ended(pids: Iterable[int]) -> list[int]:
     """Wait a while for processes to end; return those that still run."""
     deadline = time.monotonic() + _ENDING_S
