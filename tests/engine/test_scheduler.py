@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from engine.worlds import VOCAB_SIZE, Loop, Order, World
+from engine.worlds import MAX_STEPS, VOCAB_SIZE, Loop, Order, World
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -727,7 +727,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         block_size=st.sampled_from([1, 2, 2, 3, 4, 4, 16, 256]),
         num_blocks=st.integers(1, 10),
         max_num_seqs=st.sampled_from([8, 8, 3, 1]),
-        max_num_batched_tokens=st.sampled_from([1024, 64, 64, 8, 5, 1]),
+        max_num_batched_tokens=st.sampled_from([256, 64, 64, 8, 5, 1]),
         max_num_mixed_tokens=st.sampled_from([0, 0, 1, 3, 8]),
         is_plain=st.booleans(),
     )
@@ -740,12 +740,13 @@ class SchedulerWalk(RuleBasedStateMachine):
         max_num_mixed_tokens: int,
         is_plain: bool,
     ) -> None:
+        scale = max(block_size // 4, 1)  # of large blocks a token a step would take all day
         self.world = World(
             block_size=block_size,
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_mixed_tokens=0 if is_plain else max_num_mixed_tokens,
+            max_num_batched_tokens=max_num_batched_tokens * scale,
+            max_num_mixed_tokens=0 if is_plain else max_num_mixed_tokens * scale,
         )
         self.loop = Loop(self.world, overlap=not is_plain, enable_prefix_caching=not is_plain)
         self.model = ModelScheduler(self.world) if is_plain else None
@@ -827,7 +828,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         """Whatever happened, the rest ends as it would have alone."""
         if not hasattr(self, "loop"):
             return
-        for _ in range(1000):
+        for _ in range(MAX_STEPS):
             if self.loop.scheduler.is_finished():
                 break
             self.step(1)
@@ -860,7 +861,7 @@ class SchedulerWalk(RuleBasedStateMachine):
 
 TestSchedulerWalk = SchedulerWalk.TestCase
 TestSchedulerWalk.settings = settings(
-    max_examples=70, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
 )
 
 
