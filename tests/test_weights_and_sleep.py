@@ -181,10 +181,11 @@ def test_several_ranks_take_new_weights_and_sleep(llm, folders):
 def test_sleep_frees_memory_of_the_gpu(folders):
     options = {"device": "cuda", "num_kvcache_blocks": 20_000, "kvcache_block_size": 16}
     with open_llm(folders[0], **options) as llm:
-        before, awake = answers_of(llm), torch.cuda.mem_get_info()[0]
+        before, awake = answers_of(llm), torch.cuda.memory_allocated()
         num_bytes = llm.stats().kvcache_bytes
         llm.sleep()
-        assert torch.cuda.mem_get_info()[0] >= awake + num_bytes - (2 << 20)
+        # Of this process: what is free on the device also depends on what other tests left.
+        assert torch.cuda.memory_allocated() <= awake - num_bytes
         llm.wake_up()
         assert answers_of(llm) == before
         assert torch.cuda.mem_get_info()[0] >= awake - (64 << 20)
