@@ -169,6 +169,21 @@ def test_extreme_logits_give_no_nan():
     assert not compute_logprobs(extreme[[0, 2]], torch.tensor([0, 2]), 2).logprobs.isnan().any()
 
 
+def test_filters_keep_in_bfloat16_what_they_keep_in_float32():
+    """Where only filters and bans apply the dtype stays; comparing bfloat16 numbers is exact."""
+    logits = random_logits(rows=4).bfloat16()
+    rows = [
+        SamplingParams(top_k=20, top_p=0.9),
+        SamplingParams(min_p=0.05),
+        SamplingParams(top_p=0.7, min_tokens=3),
+        SamplingParams(top_k=7),
+    ]
+    seen = [Seen(params, prompt=(1,), stop_token_ids=(5,)) for params in rows]
+    short, wide = run(logits, *seen), run(logits.float(), *seen)
+    assert short.dtype == torch.bfloat16
+    assert torch.equal(short.float(), wide)
+
+
 def test_input_logits_are_left_as_they_were():
     logits = random_logits(2)
     before = logits.clone()

@@ -116,6 +116,11 @@ class LogitsParams:
     biases: torch.Tensor | None  # (n,) float32: added there
     penalties: tuple[Penalties, ...]
 
+    @property
+    def changes_values(self) -> bool:
+        """Whether logits become others, not only -inf."""
+        return self.biased is not None or bool(self.penalties)
+
     @classmethod
     def of(
         cls, rows: Sequence[LogitsRow], vocab_size: int, device: torch.device | str = "cpu"
@@ -154,17 +159,19 @@ class LogitsParams:
 
 
 def process_logits(logits: torch.Tensor, params: LogitsParams, history: History) -> torch.Tensor:
-    """Return the logits that each row may draw from: float32, -inf where a token is out.
+    """Return the logits that each row may draw from: -inf where a token is out.
 
     Temperature decides what the filters keep, but isn't applied: the sampler does that. The input
-    stays as it is.
+    stays as it is. Penalties and biases make it float32; filters and bans alone keep the dtype,
+    which is exact, since they only compare, and moves half the bytes in bfloat16.
 
     Args:
         logits: (rows, vocab), any float dtype; the whole vocabulary, not one rank's part.
         params: of the same rows.
         history: of the same rows.
     """
-    logits = logits.to(torch.float32, copy=True)
+    dtype = torch.float32 if params.changes_values else logits.dtype
+    logits = logits.to(dtype, copy=True)
     flat = logits.view(-1)
     if params.banned is not None:
         flat.index_fill_(0, params.banned, -torch.inf)
@@ -184,7 +191,7 @@ def process_logits(logits: torch.Tensor, params: LogitsParams, history: History)
 
 def _ban_where(flat: torch.Tensor, places: torch.Tensor, is_banned: torch.Tensor) -> None:
     # Added, not assigned: several words may end in one token, of which any may forbid it.
-    zero = torch.zeros((), device=flat.device)
+    zero = torch.zeros((), dtype=flat.dtype, device=flat.device)
     flat.index_add_(0, places, torch.where(is_banned, -torch.inf, zero))
 
 
@@ -257,7 +264,7 @@ def min_p_cutoffs(
 
     A few float32 steps lower, so that a token exactly there stays whatever rounding did to it.
     """
-    largest = logits.amax(dim=-1)
+    largest = logits.amax(dim=-1).float()
     cutoffs = largest + temperatures * min_p.log()
     return cutoffs - 4 * FLOAT32_EPS * torch.maximum(largest.abs(), cutoffs.abs())
 
@@ -277,14 +284,14 @@ def top_k_top_p_cutoffs(
     crosses p stays, and at least one does.
 
     Args:
-        logits: (rows, vocab) float32.
+        logits: (rows, vocab), any float dtype.
         temperatures: (rows,) float32.
         top_k: (rows,) int64, 1..num_candidates.
         top_p: (rows,) float64; inf = off; None = off in all rows.
         num_candidates: at least the largest top_k.
         lower_bounds: (rows,) float32: logits below these are out already (min_p).
     """
-    candidates = largest_logits(logits, num_candidates)  # (rows, num_candidates), descending
+    candidates = largest_logits(logits, num_candidates).float()  # (rows, candidates), descending
     last = top_k[:, None] - 1
     kth = candidates.gather(1, last)
     if top_p is None:
