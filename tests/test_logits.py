@@ -189,7 +189,8 @@ def test_input_logits_are_left_as_they_were():
     before = logits.clone()
     run(logits, SamplingParams(top_k=2, logit_bias={1: 3.0}), SamplingParams(min_p=0.5))
     assert torch.equal(logits, before)
-    assert run(logits.bfloat16(), SamplingParams(top_k=2), SamplingParams()).dtype == torch.float32
+    biased = SamplingParams(logit_bias={1: 3.0})
+    assert run(logits.bfloat16(), biased, SamplingParams()).dtype == torch.float32
 
 
 def test_repetition_penalty_equals_transformers():
