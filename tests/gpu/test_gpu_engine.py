@@ -1,7 +1,7 @@
 """The whole engine on one GPU: numerics by backend, graphs against eager, memory, failures.
 
-The model has the shape of Qwen3-0.6B with fewer layers and random weights, so that nothing needs to
-be downloaded. Numerics are measured on the runner itself, which is told which tokens come next: the
+The model has the shape of Qwen3-0.6B and random weights, so that nothing needs to be downloaded;
+numerics are of all its 28 layers, the rest of four. Numerics are measured on the runner itself, which is told which tokens come next: the
 same inputs for every backend, with no draw in between.
 """
 
@@ -52,6 +52,13 @@ DRAWN = SamplingParams(temperature=0.8, max_tokens=12, ignore_eos=True, seed=42)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen3-0.6b-shape")
     (path / "config.json").write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen3-0.6b")
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": 28}))
     return path
 
 
@@ -193,25 +200,25 @@ def rows_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def bf16_weights(folder: Path) -> dict[str, torch.Tensor]:
-    with open_llm(folder, enforce_eager=True, dtype="bfloat16", attention_backend="torch") as llm:
+def bf16_weights(whole_folder: Path) -> dict[str, torch.Tensor]:
+    with open_llm(whole_folder, enforce_eager=True, dtype="bfloat16", attention_backend="torch") as llm:
         parameters = runner_of(llm).model.named_parameters()
         return {name: parameter.clone() for name, parameter in parameters}
 
 
 @pytest.fixture(scope="module")
-def right_logits(folder: Path, bf16_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def right_logits(whole_folder: Path, bf16_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of the torch backend in float32, from the very weights of the bf16 engines."""
-    with open_llm(folder, dtype="float32", attention_backend="torch") as llm:
+    with open_llm(whole_folder, dtype="float32", attention_backend="torch") as llm:
         for name, parameter in runner_of(llm).model.named_parameters():
             parameter.copy_(bf16_weights[name])
         return run_scenario(Driver(llm))
 
 
 @pytest.fixture(scope="module")
-def torch_errors(folder: Path, right_logits: dict[str, torch.Tensor]) -> dict[str, float]:
+def torch_errors(whole_folder: Path, right_logits: dict[str, torch.Tensor]) -> dict[str, float]:
     """Worst row of each kind of step in bf16, by the torch backend."""
-    with open_llm(folder, dtype="bfloat16", attention_backend="torch") as llm:
+    with open_llm(whole_folder, dtype="bfloat16", attention_backend="torch") as llm:
         logits = run_scenario(Driver(llm))
     return {kind: float(rows_errors(logits[kind], right_logits[kind]).max()) for kind in logits}
 
@@ -222,14 +229,14 @@ def in_words(errors: dict[str, float]) -> str:
 
 @pytest.mark.parametrize("backend", ["triton", "flash_attn", "auto"])
 def test_bf16_logits_are_as_close_to_float32_as_the_torch_backends(
-    folder: Path,
+    whole_folder: Path,
     right_logits: dict[str, torch.Tensor],
     torch_errors: dict[str, float],
     backend: str,
 ) -> None:
     """Replayed and eager, every kind of step."""
     try:
-        llm = open_llm(folder, dtype="bfloat16", attention_backend=backend)
+        llm = open_llm(whole_folder, dtype="bfloat16", attention_backend=backend)
     except ImportError as error:
         pytest.skip(str(error))
     with llm:
