@@ -1,8 +1,8 @@
 """The whole engine on one GPU: numerics by backend, graphs against eager, memory, failures.
 
-The model has the shape of Qwen3-0.6B and random weights, so that nothing needs to be downloaded;
-numerics are of all its 28 layers, the rest of four. Numerics are measured on the runner itself, which is told which tokens come next: the
-same inputs for every backend, with no draw in between.
+The model has the shape of Qwen3-0.6B and random weights, so that nothing needs to be downloaded:
+all its 28 layers for numerics, four for the rest. Numerics are measured on the runner itself, which
+is told which tokens come next: the same inputs for every backend, with no draw in between.
 """
 
 import gc
@@ -201,13 +201,17 @@ def rows_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def bf16_weights(whole_folder: Path) -> dict[str, torch.Tensor]:
-    with open_llm(whole_folder, enforce_eager=True, dtype="bfloat16", attention_backend="torch") as llm:
+    with open_llm(
+        whole_folder, enforce_eager=True, dtype="bfloat16", attention_backend="torch"
+    ) as llm:
         parameters = runner_of(llm).model.named_parameters()
         return {name: parameter.clone() for name, parameter in parameters}
 
 
 @pytest.fixture(scope="module")
-def right_logits(whole_folder: Path, bf16_weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def right_logits(
+    whole_folder: Path, bf16_weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Of the torch backend in float32, from the very weights of the bf16 engines."""
     with open_llm(whole_folder, dtype="float32", attention_backend="torch") as llm:
         for name, parameter in runner_of(llm).model.named_parameters():
