@@ -19,31 +19,22 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.logprobs import LogprobLog, read_rows
-from nanovllm.engine.model_runner import ModelRunner, RunnerSettings
-from nanovllm.engine.request import (
-    ParsedPrompt,
-    Prompt,
-    Request,
-    Sample,
-    derive_seed,
-    parse_prompt,
-)
-from nanovllm.engine.row_params import RowParams
+from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.logprobs import read_rows
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.request import Prompt, Request, Sample
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.worker import Pending, WorkerGroup, check_shardable, start_workers
-from nanovllm.model_config import ModelConfig, architecture_of, read_config
-from nanovllm.models import model_class
+from nanovllm.engine.settings import RunnerSettings, resolve_settings
+from nanovllm.engine.worker import Pending, WorkerGroup, start_workers
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.model_folder import resolve_model_folder
@@ -51,7 +42,6 @@ from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
 
 logger = logging.getLogger("nanovllm")
 
-_DEFAULT_MAX_MODEL_LEN = 4096
 # What a generation_config.json may recommend, and the field of SamplingParams that it means.
 _RECOMMENDED = {
     "temperature": "temperature",
@@ -63,8 +53,6 @@ _RECOMMENDED = {
 }
 
 _STARTUP_PARTS = ("configuration and tokenizer", "weights", "warm-up and KV cache", "graphs")
-
-Result = TypeVar("Result")
 
 
 class InFlight(NamedTuple):
@@ -92,8 +80,7 @@ class LLMEngine:
         self.config = config
         marks = [time.perf_counter()]
         settings = resolve_settings(config)
-        self.model_config = settings.model_config
-        self.max_model_len = settings.max_model_len
+        self.model_config, self.max_model_len = settings.model_config, settings.max_model_len
         self.tokenizer = _load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         self.eos_token_ids = stop_token_ids(
@@ -113,6 +100,9 @@ class LLMEngine:
             self.exit()
             raise
         marks.append(time.perf_counter())
+        self._inputs = InputProcessor(
+            settings, self.tokenizer, self.eos_token_ids, self._num_blocks
+        )
         seconds = (end - start for start, end in itertools.pairwise(marks))
         self._startup_s = tuple(zip(_STARTUP_PARTS, seconds, strict=True))
         self._in_flight: InFlight | None = None
@@ -134,16 +124,7 @@ class LLMEngine:
             ValueError, TypeError: A prompt or its params can't be run; the text names the prompt's
                 index.
         """
-        parsed = [
-            _at_index(i, parse_prompt, prompt, self.model_config.vocab_size)
-            for i, prompt in enumerate(prompts)
-        ]
-        token_ids = self._encode(parsed)
-        requests = []
-        for i, (prompt, ids, wish) in enumerate(zip(parsed, token_ids, params, strict=True)):
-            _at_index(i, self._check_request, ids, wish)
-            requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
-        return requests
+        return self._inputs.make_requests(prompts, params)
 
     def add(self, requests: list[Request]) -> list[str]:
         """Queue requests that `make_requests` built, and return their ids.
@@ -166,7 +147,7 @@ class LLMEngine:
         self._num_requests += 1
         request.request_id = str(number)
         for i in range(request.params.n):
-            sample = self._make_sample(request, number, i)
+            sample = self._inputs.make_sample(request, number, i)
             request.samples.append(sample)
             self._samples[sample.seq] = sample
             if request.params.stop:
@@ -307,111 +288,6 @@ class LLMEngine:
             sample = self._samples.get(seq) if seq is not None else None
             if sample is not None and sample.request.first_token_time is None:
                 sample.request.first_token_time = now
-
-    # ------------------------------------------------------------------ making requests
-
-    def _encode(self, prompts: list[ParsedPrompt]) -> list[list[int]]:
-        """Token ids of every prompt; texts are encoded together, on all cores."""
-        texts = [i for i, prompt in enumerate(prompts) if prompt.token_ids is None]
-        if texts and self.tokenizer is None:
-            raise ValueError(
-                f"prompt {texts[0]} is text, but skip_tokenizer_init=True: pass token ids"
-            )
-        token_ids = [prompt.token_ids or [] for prompt in prompts]
-        if self.tokenizer is not None and texts:
-            encoded = self.tokenizer.encode_batch([prompts[i].text or "" for i in texts])
-            for i, ids in zip(texts, encoded, strict=True):
-                token_ids[i] = ids
-        return token_ids
-
-    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Raise unless the prompt and what may follow it fit the model and the pool."""
-        if not token_ids:
-            raise ValueError("the prompt is empty: it needs at least one token")
-        if len(token_ids) >= self.max_model_len:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens, max_model_len is {self.max_model_len} "
-                "(prompt and output): shorten it or raise max_model_len"
-            )
-        if token_ids and max(token_ids) >= self.model_config.vocab_size:
-            raise ValueError(
-                f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
-                f"0..{self.model_config.vocab_size - 1}"
-            )
-        if (params.stop or params.bad_words) and self.tokenizer is None:
-            raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")
-        largest = max((token_id for token_id, _ in params.logit_bias), default=0)
-        if largest >= self.model_config.vocab_size:
-            raise ValueError(
-                f"logit_bias names token id {largest}, outside the vocabulary: "
-                f"0..{self.model_config.vocab_size - 1}"
-            )
-        self._bad_words(params)
-        self.scheduler.check_fits(self._max_total_tokens(len(token_ids), params))
-
-    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """Length, prompt and output, at which a sequence ends."""
-        if params.max_tokens is not None:
-            return min(num_prompt_tokens + params.max_tokens, self.max_model_len)
-        # Up to what fits: the last token is never stored, so it needs no slot.
-        num_slots = self._num_blocks * self.config.kvcache_block_size
-        return max(min(self.max_model_len, num_slots + 1), num_prompt_tokens + 1)
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token sequences that must not be drawn; a ValueError for a word without tokens."""
-        return self.tokenizer.encode_bad_words(params.bad_words) if self.tokenizer else ()
-
-    def _make_sample(self, request: Request, number: int, index: int) -> Sample:
-        params = request.params
-        if index > 0 and params.prompt_logprobs is not None:  # one sample reports it for all
-            params = params.replace(prompt_logprobs=None)
-        is_seeded = params.seed is not None
-        # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
-        # second call differs.
-        parts = (params.seed, index) if is_seeded else (self.config.seed, number, index)
-        eos_token_ids = frozenset() if params.ignore_eos else self.eos_token_ids
-        stops = eos_token_ids.union(params.stop_token_ids)
-        seq = Sequence(
-            number,
-            request.prompt_token_ids,
-            block_size=self.config.kvcache_block_size,
-            max_total_tokens=self._max_total_tokens(len(request.prompt_token_ids), params),
-            temperature=params.temperature,
-            seed=derive_seed(int(is_seeded), *(part or 0 for part in parts)),
-            stop_token_ids=stops,
-            min_tokens=params.min_tokens,
-            row_params=self._row_params(params, len(request.prompt_token_ids), stops),
-            # Logprobs of a prompt token are read where the token before it runs.
-            reads_prefix_cache=params.prompt_logprobs is None,
-        )
-        detokenizer = None
-        if self.tokenizer is not None and params.detokenize:
-            detokenizer = Detokenizer(
-                self.tokenizer,
-                params.stop,
-                params.include_stop_str_in_output,
-                params.skip_special_tokens,
-                params.min_tokens,
-            )
-        decode_token = self.tokenizer.decode_token if detokenizer and self.tokenizer else None
-        if params.prompt_logprobs is not None:
-            request.prompt_logprobs = LogprobLog(1, decode_token)
-        logprobs = None
-        if params.logprobs is not None:
-            logprobs = LogprobLog(len(request.prompt_token_ids), decode_token)
-        return Sample(request, index, seq, detokenizer, logprobs)
-
-    def _row_params(
-        self, params: SamplingParams, num_prompt_tokens: int, stops: frozenset[int]
-    ) -> RowParams | None:
-        if not params.needs_logits_processing and params.prompt_logprobs is None:
-            return None
-        return RowParams(
-            params,
-            num_prompt_tokens,
-            stop_token_ids=sorted(stops),
-            bad_words=self._bad_words(params),
-        )
 
     # ------------------------------------------------------------------ state
 
@@ -583,61 +459,10 @@ class LLMEngine:
         )
 
 
-def resolve_settings(config: Config) -> RunnerSettings:
-    """Turn the wish into what runs, without touching a device.
-
-    Raises:
-        ValueError: The model can't be found or run, or an option doesn't fit it or this machine.
-    """
-    folder = resolve_model_folder(config.model)
-    fields = read_config(folder)
-    model_class(architecture_of(fields))  # first: another architecture's fields have other names
-    model_config = ModelConfig.from_dict(fields)
-    check_shardable(model_config, config.tensor_parallel_size)
-    device_type = _resolve_device(config.device, config.tensor_parallel_size)
-    dtype_name: str = config.dtype
-    if dtype_name == "auto":
-        dtype_name = model_config.dtype if device_type == "cuda" else "float32"
-    return RunnerSettings(
-        config=config,
-        model_config=model_config,
-        folder=folder,
-        device_type=device_type,
-        dtype_name=dtype_name,
-        max_model_len=_resolve_max_model_len(config, model_config),
-    )
-
-
 def start_runner(settings: RunnerSettings) -> ModelRunner | WorkerGroup:
     """A lone rank in this process, or a process for each of several."""
     size = settings.config.tensor_parallel_size
     return start_workers(settings, size) if size > 1 else ModelRunner(settings)
-
-
-def _resolve_device(wish: str, num_ranks: int) -> str:
-    has_cuda = torch.cuda.is_available()
-    if wish == "cuda" and not has_cuda:
-        raise ValueError("device='cuda', but torch finds no CUDA GPU: use device='cpu' or 'auto'")
-    if not has_cuda or wish == "cpu":
-        return "cpu"
-    if num_ranks > torch.cuda.device_count():
-        raise ValueError(
-            f"tensor_parallel_size is {num_ranks}, but torch finds {torch.cuda.device_count()} "
-            "CUDA GPUs: lower it"
-        )
-    return "cuda"
-
-
-def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
-    limit = model_config.max_position_embeddings
-    if config.max_model_len is None:
-        return min(_DEFAULT_MAX_MODEL_LEN, limit)
-    if config.max_model_len > limit:
-        raise ValueError(
-            f"max_model_len is {config.max_model_len}, the model has positions for {limit} tokens: "
-            "lower it"
-        )
-    return config.max_model_len
 
 
 def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
@@ -662,11 +487,3 @@ def _deltas(samples: list[Sample]) -> list[RequestOutput]:
         request.output([sample.take_delta() for sample in its_samples])
         for request, its_samples in advanced.items()
     ]
-
-
-def _at_index(index: int, function: Callable[..., Result], *args: object) -> Result:
-    """Call `function`, naming the prompt's index in what it raises."""
-    try:
-        return function(*args)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"prompt {index}: {error}") from error

@@ -12,16 +12,15 @@ import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from nanovllm.config import Config
 from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
+from nanovllm.engine.settings import RunnerSettings
 from nanovllm.kernels.row_state import (
     DecodeInputs,
     RowState,
@@ -34,7 +33,6 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
 from nanovllm.layers.linear import num_kv_heads_of_rank
 from nanovllm.layers.sampler import Sampler
-from nanovllm.model_config import ModelConfig
 from nanovllm.models import model_class
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, set_context
@@ -47,26 +45,6 @@ if TYPE_CHECKING:
 
 _MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
 _CPU_CACHE_BYTES = 2 << 30  # most that a CPU pool takes unless asked for more
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerSettings:
-    """The wish (`config`) and what has been resolved of it: plain values, the same on all ranks."""
-
-    config: Config
-    model_config: ModelConfig
-    folder: Path
-    device_type: str  # "cuda" or "cpu"
-    dtype_name: str  # "bfloat16", "float16" or "float32"
-    max_model_len: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {
-            "bfloat16": torch.bfloat16,
-            "float16": torch.float16,
-            "float32": torch.float32,
-        }[self.dtype_name]
 
 
 @dataclass(frozen=True, slots=True)

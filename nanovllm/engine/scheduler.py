@@ -116,22 +116,9 @@ class Scheduler:
         self._row_params: list[np.ndarray] = []
 
     def check_fits(self, num_tokens: int) -> None:
-        """Refuse a sequence that the pool could not hold even alone.
-
-        Args:
-            num_tokens: Prompt and output; the last one is never stored.
-
-        Raises:
-            ValueError: With the blocks needed and the blocks there are.
-        """
-        block_size, num_blocks = self.block_manager.block_size, len(self.block_manager.blocks)
-        num_needed = -(-(num_tokens - 1) // block_size)
-        if num_needed > num_blocks:
-            raise ValueError(
-                f"{num_tokens} tokens (prompt and output) need {num_needed} KV-cache blocks of "
-                f"{block_size} tokens, the pool has {num_blocks}: lower max_tokens or raise "
-                "num_kvcache_blocks or gpu_memory_utilization"
-            )
+        """Refuse a sequence that this pool could not hold even alone; see `check_fits`."""
+        blocks = self.block_manager
+        check_fits(num_tokens, num_blocks=len(blocks.blocks), block_size=blocks.block_size)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence behind all others."""
@@ -415,3 +402,23 @@ class Scheduler:
             return
         self._free_rows.append(seq.row)
         seq.row = None
+
+
+def check_fits(num_tokens: int, *, num_blocks: int, block_size: int) -> None:
+    """Refuse a sequence that a pool could not hold even alone.
+
+    Args:
+        num_tokens: Prompt and output; the last one is never stored.
+        num_blocks: Of the pool.
+        block_size: Tokens.
+
+    Raises:
+        ValueError: With the blocks needed and the blocks there are.
+    """
+    num_needed = -(-(num_tokens - 1) // block_size)
+    if num_needed > num_blocks:
+        raise ValueError(
+            f"{num_tokens} tokens (prompt and output) need {num_needed} KV-cache blocks of "
+            f"{block_size} tokens, the pool has {num_blocks}: lower max_tokens or raise "
+            "num_kvcache_blocks or gpu_memory_utilization"
+        )

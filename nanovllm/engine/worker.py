@@ -35,13 +35,13 @@ import numpy as np
 
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.channel import Channel, RankEnd, Reply
-from nanovllm.model_config import ModelConfig
 from nanovllm.utils.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.engine.model_runner import ModelRunner, RunnerSettings
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.settings import RunnerSettings
 
 _GRACE_S = 0.5  # after a first failure, for the one behind it to show itself
 _EXIT_S = 5.0  # for ranks to end by themselves when told to
@@ -136,35 +136,6 @@ _TYPES_KEPT: dict[str, type[Exception]] = {
 
 
 # ---------------------------------------------------------------------- the caller's side
-
-
-def check_shardable(model_config: ModelConfig, size: int) -> None:
-    """Raise unless the network can be split over `size` ranks.
-
-    A vocabulary that doesn't divide is padded; KV heads fewer than ranks are held by several.
-
-    Raises:
-        ValueError: What doesn't divide, by name.
-    """
-    num_kv_heads = model_config.num_key_value_heads
-    for name in ("num_attention_heads", "intermediate_size"):
-        value = getattr(model_config, name)
-        if value % size:
-            raise ValueError(
-                f"{name} is {value}, no multiple of tensor_parallel_size {size}: "
-                "choose a size that divides it"
-            )
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ValueError(
-            f"num_key_value_heads is {num_kv_heads}, neither a multiple nor a divisor of "
-            f"tensor_parallel_size {size}: choose a size for which it is"
-        )
-    vocab_size = model_config.vocab_size
-    if vocab_size <= -(-vocab_size // size) * (size - 1):
-        raise ValueError(
-            f"vocab_size {vocab_size} leaves nothing for the last of {size} ranks: lower "
-            "tensor_parallel_size"
-        )
 
 
 def start_workers(

@@ -16,7 +16,8 @@ import pytest
 from processes import pids_of_session, rank_pids, shared_memory_names, wait_until_ended
 from stub_ranks import DECODE, PREFILL, StubSettings, build_stub
 
-from nanovllm.engine.worker import WorkerGroup, check_shardable, start_workers
+from nanovllm.engine.settings import check_shardable
+from nanovllm.engine.worker import WorkerGroup, start_workers
 from nanovllm.model_config import ModelConfig
 
 pytestmark = pytest.mark.usefixtures("hard_timeout")

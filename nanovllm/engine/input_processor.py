@@ -1,0 +1,190 @@
+"""From what the caller passes to requests that can run.
+
+Prompts in any of their forms are read, encoded and checked against the model and the pool together
+with their params, all before anything is queued: a call either runs whole or has changed nothing.
+"""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.logprobs import LogprobLog
+from nanovllm.engine.request import (
+    ParsedPrompt,
+    Prompt,
+    Request,
+    Sample,
+    derive_seed,
+    parse_prompt,
+)
+from nanovllm.engine.row_params import RowParams
+from nanovllm.engine.scheduler import check_fits
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.settings import RunnerSettings
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+class InputProcessor:
+    """Makes requests and their samples; it queues nothing and holds no request."""
+
+    def __init__(
+        self,
+        settings: RunnerSettings,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        num_blocks: int,
+    ) -> None:
+        """Bind what requests are checked against.
+
+        Args:
+            settings: What runs.
+            tokenizer: None: token ids in, token ids out.
+            eos_token_ids: All ids that end a request unless it ignores them.
+            num_blocks: Of the KV cache.
+        """
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._vocab_size = settings.model_config.vocab_size
+        self._max_model_len = settings.max_model_len
+        self._seed = settings.config.seed
+        self._block_size = settings.config.kvcache_block_size
+        self._num_blocks = num_blocks
+
+    def make_requests(
+        self, prompts: list[Prompt], params: list[SamplingParams]
+    ) -> list[Request]:
+        """Check prompts and params and build their requests, without queueing any.
+
+        Raises:
+            ValueError, TypeError: A prompt or its params can't be run; the text names the prompt's
+                index.
+        """
+        parsed = [
+            _at_index(i, parse_prompt, prompt, self._vocab_size)
+            for i, prompt in enumerate(prompts)
+        ]
+        token_ids = self._encode(parsed)
+        requests = []
+        for i, (prompt, ids, wish) in enumerate(zip(parsed, token_ids, params, strict=True)):
+            _at_index(i, self._check_request, ids, wish)
+            requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
+        return requests
+
+    def make_sample(self, request: Request, number: int, index: int) -> Sample:
+        """Sample `index` of a request that is the engine's `number`-th."""
+        params = request.params
+        if index > 0 and params.prompt_logprobs is not None:  # one sample reports it for all
+            params = params.replace(prompt_logprobs=None)
+        is_seeded = params.seed is not None
+        # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
+        # second call differs.
+        parts = (params.seed, index) if is_seeded else (self._seed, number, index)
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        stops = eos_token_ids.union(params.stop_token_ids)
+        seq = Sequence(
+            number,
+            request.prompt_token_ids,
+            block_size=self._block_size,
+            max_total_tokens=self._max_total_tokens(len(request.prompt_token_ids), params),
+            temperature=params.temperature,
+            seed=derive_seed(int(is_seeded), *(part or 0 for part in parts)),
+            stop_token_ids=stops,
+            min_tokens=params.min_tokens,
+            row_params=self._row_params(params, len(request.prompt_token_ids), stops),
+            # Logprobs of a prompt token are read where the token before it runs.
+            reads_prefix_cache=params.prompt_logprobs is None,
+        )
+        detokenizer = None
+        if self._tokenizer is not None and params.detokenize:
+            detokenizer = Detokenizer(
+                self._tokenizer,
+                params.stop,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+                params.min_tokens,
+            )
+        decode_token = self._tokenizer.decode_token if detokenizer and self._tokenizer else None
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = LogprobLog(1, decode_token)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = LogprobLog(len(request.prompt_token_ids), decode_token)
+        return Sample(request, index, seq, detokenizer, logprobs)
+
+    def _encode(self, prompts: list[ParsedPrompt]) -> list[list[int]]:
+        """Token ids of every prompt; texts are encoded together, on all cores."""
+        texts = [i for i, prompt in enumerate(prompts) if prompt.token_ids is None]
+        if texts and self._tokenizer is None:
+            raise ValueError(
+                f"prompt {texts[0]} is text, but skip_tokenizer_init=True: pass token ids"
+            )
+        token_ids = [prompt.token_ids or [] for prompt in prompts]
+        if self._tokenizer is not None and texts:
+            encoded = self._tokenizer.encode_batch([prompts[i].text or "" for i in texts])
+            for i, ids in zip(texts, encoded, strict=True):
+                token_ids[i] = ids
+        return token_ids
+
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise unless the prompt and what may follow it fit the model and the pool."""
+        if not token_ids:
+            raise ValueError("the prompt is empty: it needs at least one token")
+        if len(token_ids) >= self._max_model_len:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens, max_model_len is {self._max_model_len} "
+                "(prompt and output): shorten it or raise max_model_len"
+            )
+        if token_ids and max(token_ids) >= self._vocab_size:
+            raise ValueError(
+                f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
+                f"0..{self._vocab_size - 1}"
+            )
+        if (params.stop or params.bad_words) and self._tokenizer is None:
+            raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")
+        largest = max((token_id for token_id, _ in params.logit_bias), default=0)
+        if largest >= self._vocab_size:
+            raise ValueError(
+                f"logit_bias names token id {largest}, outside the vocabulary: "
+                f"0..{self._vocab_size - 1}"
+            )
+        self._bad_words(params)
+        check_fits(
+            self._max_total_tokens(len(token_ids), params),
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+        )
+
+    def _max_total_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
+        """Length, prompt and output, at which a sequence ends."""
+        if params.max_tokens is not None:
+            return min(num_prompt_tokens + params.max_tokens, self._max_model_len)
+        # Up to what fits: the last token is never stored, so it needs no slot.
+        num_slots = self._num_blocks * self._block_size
+        return max(min(self._max_model_len, num_slots + 1), num_prompt_tokens + 1)
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences that must not be drawn; a ValueError for a word without tokens."""
+        return self._tokenizer.encode_bad_words(params.bad_words) if self._tokenizer else ()
+
+    def _row_params(
+        self, params: SamplingParams, num_prompt_tokens: int, stops: frozenset[int]
+    ) -> RowParams | None:
+        if not params.needs_logits_processing and params.prompt_logprobs is None:
+            return None
+        return RowParams(
+            params,
+            num_prompt_tokens,
+            stop_token_ids=sorted(stops),
+            bad_words=self._bad_words(params),
+        )
+
+
+def _at_index(index: int, function: Callable[..., Result], *args: object) -> Result:
+    """Call `function`, naming the prompt's index in what it raises."""
+    try:
+        return function(*args)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"prompt {index}: {error}") from error

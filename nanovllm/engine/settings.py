@@ -1,0 +1,117 @@
+"""From the user's wish to what runs: the options resolved against checkpoint and machine.
+
+`Config` keeps the wish. What "auto" and None come to is decided here once, before a device is
+touched or a process started, and handed to every rank as plain values.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.model_config import ModelConfig, architecture_of, read_config
+from nanovllm.models import model_class
+from nanovllm.utils.model_folder import resolve_model_folder
+
+_DEFAULT_MAX_MODEL_LEN = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerSettings:
+    """The wish (`config`) and what has been resolved of it: plain values, the same on all ranks."""
+
+    config: Config
+    model_config: ModelConfig
+    folder: Path
+    device_type: str  # "cuda" or "cpu"
+    dtype_name: str  # "bfloat16", "float16" or "float32"
+    max_model_len: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {
+            "bfloat16": torch.bfloat16,
+            "float16": torch.float16,
+            "float32": torch.float32,
+        }[self.dtype_name]
+
+
+def resolve_settings(config: Config) -> RunnerSettings:
+    """Turn the wish into what runs, without touching a device.
+
+    Raises:
+        ValueError: The model can't be found or run, or an option doesn't fit it or this machine.
+    """
+    folder = resolve_model_folder(config.model)
+    fields = read_config(folder)
+    model_class(architecture_of(fields))  # first: another architecture's fields have other names
+    model_config = ModelConfig.from_dict(fields)
+    check_shardable(model_config, config.tensor_parallel_size)
+    device_type = _resolve_device(config.device, config.tensor_parallel_size)
+    dtype_name: str = config.dtype
+    if dtype_name == "auto":
+        dtype_name = model_config.dtype if device_type == "cuda" else "float32"
+    return RunnerSettings(
+        config=config,
+        model_config=model_config,
+        folder=folder,
+        device_type=device_type,
+        dtype_name=dtype_name,
+        max_model_len=_resolve_max_model_len(config, model_config),
+    )
+
+
+def _resolve_device(wish: str, num_ranks: int) -> str:
+    has_cuda = torch.cuda.is_available()
+    if wish == "cuda" and not has_cuda:
+        raise ValueError("device='cuda', but torch finds no CUDA GPU: use device='cpu' or 'auto'")
+    if not has_cuda or wish == "cpu":
+        return "cpu"
+    if num_ranks > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size is {num_ranks}, but torch finds {torch.cuda.device_count()} "
+            "CUDA GPUs: lower it"
+        )
+    return "cuda"
+
+
+def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return min(_DEFAULT_MAX_MODEL_LEN, limit)
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, the model has positions for {limit} tokens: "
+            "lower it"
+        )
+    return config.max_model_len
+
+
+def check_shardable(model_config: ModelConfig, size: int) -> None:
+    """Raise unless the network can be split over `size` ranks.
+
+    A vocabulary that doesn't divide is padded; KV heads fewer than ranks are held by several.
+
+    Raises:
+        ValueError: What doesn't divide, by name.
+    """
+    num_kv_heads = model_config.num_key_value_heads
+    for name in ("num_attention_heads", "intermediate_size"):
+        value = getattr(model_config, name)
+        if value % size:
+            raise ValueError(
+                f"{name} is {value}, no multiple of tensor_parallel_size {size}: "
+                "choose a size that divides it"
+            )
+    if num_kv_heads % size and size % num_kv_heads:
+        raise ValueError(
+            f"num_key_value_heads is {num_kv_heads}, neither a multiple nor a divisor of "
+            f"tensor_parallel_size {size}: choose a size for which it is"
+        )
+    vocab_size = model_config.vocab_size
+    if vocab_size <= -(-vocab_size // size) * (size - 1):
+        raise ValueError(
+            f"vocab_size {vocab_size} leaves nothing for the last of {size} ranks: lower "
+            "tensor_parallel_size"
+        )
