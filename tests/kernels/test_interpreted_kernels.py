@@ -1,4 +1,4 @@
-"""The fused, sampling and linear kernels in Triton's interpreter, chosen before import."""
+"""The kernels without attention in Triton's interpreter, which is chosen before import."""
 
 import os
 import subprocess
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-FILES = ("test_fused_kernels.py", "test_sampling_kernel.py", "test_gemm_kernels.py")
+FILES = (
+    "test_fused_kernels.py",
+    "test_sampling_kernel.py",
+    "test_gemm_kernels.py",
+    "test_row_state_kernels.py",
+)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is that process")
