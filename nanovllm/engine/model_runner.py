@@ -8,7 +8,6 @@ that a decode step uploads only what changed and, with graphs, is one copy and o
 step is done when `launch` returns, and everything else is the same.
 """
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 
 from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
 from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.kernels.row_state import (
@@ -42,9 +42,6 @@ from nanovllm.utils.pinned import PinnedRing
 
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
-
-_MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
-_CPU_CACHE_BYTES = 2 << 30  # most that a CPU pool takes unless asked for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class ModelRunner:
         self.device = torch.device(settings.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-            self._free_bytes_before, self._total_bytes = torch.cuda.mem_get_info()
+            self._free_bytes_before, _ = torch.cuda.mem_get_info()
         self.backend = select_backend(
             config.attention_backend,
             device=self.device,
@@ -241,34 +238,19 @@ class ModelRunner:
 
     def _num_blocks_that_fit(self) -> int:
         if self.device.type == "cpu":
-            return self._num_cpu_blocks()
-        utilization = self.settings.config.gpu_memory_utilization
+            num_wanted = self.max_num_seqs * -(-self.settings.max_model_len // self.block_size)
+            return num_blocks_on_cpu(num_wanted, self.block_bytes)
         torch.cuda.synchronize()
         # Before anything is given back: what the largest steps took must stay available to them.
         free_bytes, total_bytes = torch.cuda.mem_get_info()
-        graph_bytes = self._measure_graph_bytes()
-        # Only what this engine took is charged to it: memory of other processes isn't.
-        own_bytes = max(self._free_bytes_before - free_bytes, 0)
-        budget = min(free_bytes - _MARGIN_BYTES, int(utilization * total_bytes) - own_bytes)
-        num_blocks = (budget - graph_bytes) // self.block_bytes
-        if num_blocks < 1:
-            raise ValueError(
-                f"no room for a KV cache: the GPU has {total_bytes / 2**30:.2f} GiB, "
-                f"{free_bytes / 2**30:.2f} GiB free; model and activations take "
-                f"{own_bytes / 2**30:.2f} GiB, CUDA graphs {graph_bytes / 2**30:.2f} GiB, and "
-                f"gpu_memory_utilization={utilization} allows "
-                f"{utilization * total_bytes / 2**30:.2f} GiB in all: raise "
-                "gpu_memory_utilization, or lower max_num_batched_tokens, max_num_seqs or "
-                "max_model_len"
-            )
-        return num_blocks
-
-    def _num_cpu_blocks(self) -> int:
-        """Enough for every sequence at full length, within 2 GiB and a quarter of free memory."""
-        wanted = self.max_num_seqs * -(-self.settings.max_model_len // self.block_size)
-        pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else None
-        free_bytes = pages * os.sysconf("SC_PAGE_SIZE") if pages else 4 * _CPU_CACHE_BYTES
-        return max(1, min(wanted, min(_CPU_CACHE_BYTES, free_bytes // 4) // self.block_bytes))
+        memory = GpuMemory(
+            total_bytes=total_bytes,
+            free_bytes=free_bytes,
+            own_bytes=self._free_bytes_before - free_bytes,
+            graph_bytes=self._measure_graph_bytes(),
+        )
+        utilization = self.settings.config.gpu_memory_utilization
+        return num_blocks_on_gpu(memory, utilization=utilization, block_bytes=self.block_bytes)
 
     # ------------------------------------------------------------------ CUDA graphs
 
