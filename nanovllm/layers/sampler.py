@@ -38,6 +38,8 @@ class Sampler(nn.Module):
         sampled = draw(logits, temperatures, seeds, positions, self.vocab_start)
         if self.tp.size == 1:
             return sampled.token_ids
-        values = self.tp.all_gather(sampled.values)  # (ranks, rows)
-        token_ids = self.tp.all_gather(sampled.token_ids)
-        return combine_shards(values, token_ids).token_ids
+        # One exchange for both: a score travels as the bits of an int32.
+        pairs = torch.stack((sampled.values.view(torch.int32), sampled.token_ids))
+        pairs = self.tp.all_gather(pairs)  # (ranks, 2, rows)
+        values = pairs[:, 0].contiguous().view(torch.float32)
+        return combine_shards(values, pairs[:, 1]).token_ids
