@@ -41,6 +41,8 @@ class Step(NamedTuple):
 
     batch: ScheduledBatch
     sequences: Lanes[Sequence | None]  # by lane; None: the prompt isn't through, drop its token
+    decodes: "_Decodes | None" = None  # the same lanes, if all of them decode
+    num_ended: int = 0  # sequences that had ended when the step was scheduled
 
 
 class _Chunk(NamedTuple):
@@ -58,13 +60,16 @@ class _Decodes:
     arrays, and gathering those anew from the sequences would take longer than the rest.
     """
 
-    __slots__ = ("limits", "rows", "sequences", "starts")
+    __slots__ = ("limits", "rows", "sequences", "starts", "stop_token_ids", "token_lists")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.rows = np.array([seq.row for seq in sequences], dtype=np.int32)
         self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
+        self.token_lists = [seq.token_ids for seq in sequences]
+        # Most sequences share one set of ids, so few are joined.
+        self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})
 
     def without_exhausted(self) -> "_Decodes":
         """Those left whose last token isn't in flight: a count, so known beforehand."""
@@ -108,6 +113,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._num_prefills_in_a_row = 0
+        self._num_ended = 0
         self._decodes: _Decodes | None = None  # of the last step; None: `running` has changed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Records for the next batch: what rows and block tables gained since the last one.
@@ -154,6 +160,10 @@ class Scheduler:
 
         A sequence that ended since the step was launched takes no further token.
         """
+        assert len(token_ids) == len(step.sequences), "a token for each lane"
+        decodes = step.decodes if step.num_ended == self._num_ended else None
+        if decodes is not None and decodes.stop_token_ids.isdisjoint(token_ids):
+            return self._confirm_all(decodes, step.batch.starts, token_ids)
         finished: list[Sequence] = []
         ended = SequenceStatus.FINISHED
         for seq, token_id in zip(step.sequences, token_ids, strict=True):
@@ -168,6 +178,22 @@ class Scheduler:
             else:
                 continue
             finished.append(seq)
+        self.finish(finished)
+        return finished
+
+    def _confirm_all(
+        self, decodes: _Decodes, starts: np.ndarray, token_ids: list[int]
+    ) -> list[Sequence]:
+        """Confirm a token of every sequence, none of which ends but by its count.
+
+        What `postprocess` does lane by lane, for the step that nearly all steps are: of 256
+        sequences it takes a sixth of the time.
+        """
+        deque(map(list.append, decodes.token_lists, token_ids), maxlen=0)
+        is_last = starts + 1 >= decodes.limits
+        finished = [decodes.sequences[i] for i in np.flatnonzero(is_last).tolist()]
+        for seq in finished:
+            seq.finish_reason = "length"
         self.finish(finished)
         return finished
 
@@ -188,7 +214,9 @@ class Scheduler:
             seq.finish_reason = seq.finish_reason or reason
             self._release(seq)
             seq.status = SequenceStatus.FINISHED
-        self._decodes = None
+        self._num_ended += len(ended)
+        if self._decodes is not None and not ended.isdisjoint(self._decodes.sequences):
+            self._decodes = None
         num_running = len(self.running)
         self.running = [seq for seq in self.running if seq not in ended]
         if num_running - len(self.running) < len(ended):
@@ -246,7 +274,9 @@ class Scheduler:
         if chunks:
             step = self._build_prefill(chunks, decodes)
         elif num_decodes:
-            step = self._build_step(decodes.sequences, decodes.rows, decodes.starts)
+            step = self._build_step(
+                decodes.sequences, decodes.rows, decodes.starts, decodes=decodes
+            )
         decodes.advance()
         return step
 
@@ -308,7 +338,7 @@ class Scheduler:
         decodes = self._claim_decodes(in_flight)
         if decodes is None or not decodes.sequences:
             return None
-        step = self._build_step(decodes.sequences, decodes.rows, decodes.starts)
+        step = self._build_step(decodes.sequences, decodes.rows, decodes.starts, decodes=decodes)
         decodes.advance()
         return step
 
@@ -379,6 +409,7 @@ class Scheduler:
         starts: np.ndarray,
         num_tokens: np.ndarray = _EMPTY,
         prompt_tokens: np.ndarray = _EMPTY,
+        decodes: _Decodes | None = None,
     ) -> Step:
         """A step of these lanes, with what rows and block tables gained since the last one."""
         batch = ScheduledBatch(
@@ -393,7 +424,7 @@ class Scheduler:
         self._new_rows.clear()
         self._new_blocks.clear()
         self._row_params.clear()
-        return Step(batch, receivers)
+        return Step(batch, receivers, decodes, self._num_ended)
 
     def _release(self, seq: Sequence) -> None:
         self.block_manager.hash_blocks(seq)
