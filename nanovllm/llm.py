@@ -230,10 +230,9 @@ class LLM:
                     progress.update(engine, len(outputs))
                 yield from outputs
         finally:
+            engine.abort_all(requests)
             if progress is not None:
                 progress.close()
-            for request in requests:
-                engine.abort(request.request_id)
 
 
 class _Progress:

@@ -132,13 +132,17 @@ class LLMEngine:
         With mixed steps those that may run longest go first, since they are known: the last steps
         are then full ones. Numbers, and with them seeds, follow the order given.
         """
-        for request in requests:
-            self._number(request)
-        if self.config.max_num_mixed_tokens:
-            requests = sorted(requests, key=_longest_first)
-        for request in requests:
-            for sample in request.samples:
-                self.scheduler.add(sample.seq)
+        try:
+            for request in requests:
+                self._number(request)
+            if self.config.max_num_mixed_tokens:
+                requests = sorted(requests, key=_longest_first)
+            for request in requests:
+                for sample in request.samples:
+                    self.scheduler.add(sample.seq)
+        except BaseException:  # Ctrl-C has time to come between the first and the last
+            self.abort_all(requests)
+            raise
         return [request.request_id for request in requests]
 
     def _number(self, request: Request) -> None:
@@ -146,6 +150,7 @@ class LLMEngine:
         number = self._num_requests
         self._num_requests += 1
         request.request_id = str(number)
+        self._requests[request.request_id] = request
         for i in range(request.params.n):
             sample = self._inputs.make_sample(request, number, i)
             request.samples.append(sample)
@@ -153,7 +158,6 @@ class LLMEngine:
             if request.params.stop:
                 self._watched.add(sample.seq)
         self._num_prompt_tokens += request.params.n * len(request.prompt_token_ids)
-        self._requests[request.request_id] = request
 
     def add_request(self, prompt: Prompt, params: SamplingParams | None = None) -> str:
         """Check and queue one prompt; return the request's id.
@@ -168,15 +172,37 @@ class LLMEngine:
         return self.add([request])[0]
 
     def abort(self, request_id: str) -> None:
-        """Drop a request wherever it stands; an unknown or finished one is left alone."""
-        request = self._requests.pop(request_id, None)
+        """Drop a request wherever it stands; an unknown or finished one is left alone.
+
+        Raises:
+            KeyboardInterrupt: In the middle; all requests are dropped, as by an error in a step.
+        """
+        request = self._requests.get(request_id)
         if request is None:
             return
+        try:
+            self._drop(request)
+        except BaseException:
+            self._recover()
+            raise
+
+    def abort_all(self, requests: Iterable[Request]) -> None:
+        """Drop all of these, whatever interrupts it."""
+        try:
+            for request in requests:
+                self.abort(request.request_id)
+        except BaseException:
+            self._recover()
+            raise
+
+    def _drop(self, request: Request) -> None:
         unfinished = [sample.seq for sample in request.samples if not sample.seq.is_finished]
         self.scheduler.finish(unfinished, "abort")
         request.num_unfinished = 0
         for seq in unfinished:
-            self._forget(seq)
+            if seq in self._samples:  # not yet, if queueing it was interrupted
+                self._forget(seq)
+        del self._requests[request.request_id]
 
     def is_finished(self) -> bool:
         """Whether no request is queued or running."""
