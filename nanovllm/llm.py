@@ -18,6 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,20 +90,16 @@ class LLM:
             continue_final_message: Let the model go on with the last message instead.
             chat_template_kwargs: Reach the template (Qwen3's enable_thinking).
         """
-        tokenizer = self.llm_engine.tokenizer
-        if tokenizer is None:
-            raise ValueError("chat() needs a tokenizer: skip_tokenizer_init is True")
-        prompts = []
-        for conversation in as_conversation_list(messages):
-            text = tokenizer.apply_chat_template(
+        prompts = [
+            chat_prompt(
+                self.llm_engine.tokenizer,
                 conversation,
-                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                chat_template_kwargs=chat_template_kwargs,
             )
-            # The template has put a BOS where there should be one.
-            token_ids = tokenizer.encode(text, add_special_tokens=False)
-            prompts.append({"prompt": text, "prompt_token_ids": token_ids})
+            for conversation in as_conversation_list(messages)
+        ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -278,6 +275,28 @@ def as_prompt_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     if len(prompts) and all(isinstance(item, int | np.integer) for item in prompts):
         return [cast(Prompt, prompts)]
     return [cast(Prompt, prompt) for prompt in prompts]
+
+
+def chat_prompt(
+    tokenizer: Tokenizer | None,
+    conversation: Items[Message],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+) -> dict[str, object]:
+    """One conversation as a prompt, written out by the chat template; see `LLM.chat`."""
+    if tokenizer is None:
+        raise ValueError("chat() needs a tokenizer: skip_tokenizer_init is True")
+    text = tokenizer.apply_chat_template(
+        conversation,
+        add_generation_prompt=add_generation_prompt and not continue_final_message,
+        continue_final_message=continue_final_message,
+        **(chat_template_kwargs or {}),
+    )
+    # The template has put a BOS where there should be one.
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return {"prompt": text, "prompt_token_ids": token_ids}
 
 
 def as_conversation_list(

@@ -1,0 +1,270 @@
+"""The command line: `python -m nanovllm in.jsonl out.jsonl --model FOLDER`.
+
+Answers a file of requests; see `nanovllm.batch_file` for what survives what. Exit status: 0 if
+every line has an answer, 1 if all are dealt with and some are errors, 2 if nothing could start, 3
+if the run broke off (disk full, engine lost), 130 after Ctrl-C. After 3 and 130 the same command
+goes on where it stopped.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+from tqdm.auto import tqdm
+
+from nanovllm.batch_file import (
+    BatchRun,
+    DryEngine,
+    Json,
+    Ledger,
+    OutputFile,
+    RequestReader,
+    Tally,
+    check_lines,
+    count_lines,
+    read_lines,
+)
+from nanovllm.config import Config
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+ALL_ANSWERED, SOME_FAILED, NOT_STARTED, BROKEN_OFF, INTERRUPTED = 0, 1, 2, 3, 130
+_PROGRESS_SECONDS = 0.5  # between updates of the bar
+_MAX_DRY_ERRORS = 20  # shown; all are counted
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    args = parse_args(argv)
+    try:
+        config = make_config(args)
+        defaults = make_defaults(args)
+        _check_paths(args)
+        if args.dry_run:
+            return dry_run(args, config, defaults)
+        ledger = Ledger()
+        output = OutputFile(args.output, ledger)
+    except (ValueError, TypeError, OSError) as error:
+        return _fail(NOT_STARTED, str(error))
+    return _run_guarded(args, config, defaults, output, ledger)
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; an option for every field of Config."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nanovllm",
+        description="Answer a file of requests, one JSON object a line, and survive anything.",
+    )
+    parser.add_argument("input", type=Path, help="requests, in OpenAI's batch format or simple")
+    parser.add_argument("output", type=Path, nargs="?", help="results; an existing one is gone on")
+    parser.add_argument("--dry-run", action="store_true", help="check the input, count its tokens")
+    parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    sampling = parser.add_argument_group("of requests that don't say")
+    sampling.add_argument("--max-tokens", type=_int_or_none, default=SamplingParams().max_tokens)
+    for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
+        sampling.add_argument(_flag_of(name), type=kind, default=getattr(SamplingParams(), name))
+    add_config_flags(parser.add_argument_group("engine"))
+    args = parser.parse_args(argv)
+    if args.output is None and not args.dry_run:
+        parser.error("an output file is due, or --dry-run")
+    return args
+
+
+def add_config_flags(group: argparse._ArgumentGroup) -> None:
+    """An option for each field of Config, by its name."""
+    hints = get_type_hints(Config)
+    for field in dataclasses.fields(Config):
+        flag, kind = _flag_of(field.name), _without_none(hints[field.name])
+        if field.default is dataclasses.MISSING:
+            group.add_argument(flag, type=str, required=True)
+        elif kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+        elif get_origin(kind) is Literal:
+            group.add_argument(flag, choices=get_args(kind), default=field.default)
+        else:
+            group.add_argument(flag, type=kind, default=field.default)  # type: ignore[arg-type]
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    """The Config that the options ask for."""
+    return Config(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Config)})
+
+
+def make_defaults(args: argparse.Namespace) -> SamplingParams:
+    """SamplingParams of requests that leave fields out."""
+    names = ("max_tokens", "temperature", "top_p", "top_k")
+    return SamplingParams(**{name: getattr(args, name) for name in names})
+
+
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _without_none(hint: object) -> object:
+    """`int` of `int | None`."""
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (kind for kind in get_args(hint) if kind is not type(None))
+    return hint
+
+
+def _int_or_none(text: str) -> int | None:
+    return None if text.lower() == "none" else int(text)
+
+
+def _check_paths(args: argparse.Namespace) -> None:
+    with args.input.open("rb"):
+        pass
+    if args.output is not None and args.output.exists() and args.input.samefile(args.output):
+        raise ValueError(f"{args.output} is the input too: choose another output file")
+
+
+def _fail(status: int, message: str) -> int:
+    print(f"nanovllm: {message}", file=sys.stderr)
+    return status
+
+
+# The run
+
+
+def _run_guarded(
+    args: argparse.Namespace,
+    config: Config,
+    defaults: SamplingParams,
+    output: OutputFile,
+    ledger: Ledger,
+) -> int:
+    """Run the file, and turn what ends a run into a message and a status."""
+    again = f"run the same command again to go on; {args.output} holds all results so far"
+    try:
+        with output:
+            try:
+                llm = LLM(**dataclasses.asdict(config))
+            except (ValueError, TypeError, OSError, ImportError) as error:
+                return _fail(NOT_STARTED, str(error))
+            with llm:
+                tally = run_file(args, llm, defaults, output, ledger)
+    except KeyboardInterrupt:
+        return _fail(INTERRUPTED, f"interrupted: {again}")
+    except Exception as error:  # a write's, or whatever a step raised
+        return _fail(BROKEN_OFF, f"{type(error).__name__}: {error}\n{again}")
+    return SOME_FAILED if ledger.num_failed + tally.num_failed else ALL_ANSWERED
+
+
+def run_file(
+    args: argparse.Namespace,
+    llm: LLM,
+    defaults: SamplingParams,
+    output: OutputFile,
+    ledger: Ledger,
+) -> Tally:
+    """Answer what is left of the input file."""
+    engine = llm.llm_engine
+    config = engine.config
+    reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+    total = None if args.no_progress else count_lines(args.input)
+    progress = Progress(total, ledger.num_done, is_shown=not args.no_progress)
+    try:
+        run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
+        with args.input.open("rb") as file:
+            tally = run.run(read_lines(file))
+        output.sync()
+        summary = progress.summary(tally)
+    finally:
+        progress.close()
+    print(summary, file=sys.stderr)
+    return tally
+
+
+class Progress:
+    """A bar over lines, with speeds of this run's requests as they finish."""
+
+    def __init__(self, num_lines: int | None, num_done: int, *, is_shown: bool) -> None:
+        """Start the clock.
+
+        Args:
+            num_lines: Of the input; None = unknown.
+            num_done: Results of earlier runs: they take no part in the time left.
+            is_shown: False: only `summary`.
+        """
+        self._start = self._last_shown = time.perf_counter()
+        self._num_done = num_done
+        self._bar = tqdm(
+            total=num_lines,
+            initial=num_done,
+            desc="Requests",
+            unit="req",
+            dynamic_ncols=True,
+            disable=not is_shown,
+        )
+
+    def update(self, tally: Tally) -> None:
+        """Show a tally, unless the last one was shown a moment ago."""
+        now = time.perf_counter()
+        if now - self._last_shown < _PROGRESS_SECONDS:
+            return
+        self._last_shown = now
+        self._show(tally)
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def summary(self, tally: Tally) -> str:
+        """One line on a finished run."""
+        self._show(tally)
+        seconds = time.perf_counter() - self._start
+        return (
+            f"{tally.num_answered} answered, {tally.num_failed} errors, {tally.num_skipped} done "
+            f"before; {tally.num_prompt_tokens} prompt tokens ({_hit_rate(tally):.1%} cached), "
+            f"{tally.num_generated_tokens} output tokens in {seconds:.2f} s, "
+            f"{tally.num_generated_tokens / seconds:.0f} tok/s"
+        )
+
+    def _show(self, tally: Tally) -> None:
+        seconds = time.perf_counter() - self._start
+        self._bar.set_postfix(
+            {
+                "prompt": f"{tally.num_prompt_tokens / seconds:.0f}tok/s",
+                "output": f"{tally.num_generated_tokens / seconds:.0f}tok/s",
+                "cached": f"{_hit_rate(tally):.0%}",
+            },
+            refresh=False,
+        )
+        num_new = tally.num_answered + tally.num_failed
+        self._bar.update(self._num_done + num_new - self._bar.n)
+
+
+def _hit_rate(tally: Tally) -> float:
+    return tally.num_cached_tokens / max(tally.num_prompt_tokens, 1)
+
+
+# The check
+
+
+def dry_run(args: argparse.Namespace, config: Config, defaults: SamplingParams) -> int:
+    """Check the input, print its errors and its tokens; return the exit status."""
+    engine = DryEngine(config)
+    reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+    shown: list[Json] = []
+
+    def report(record: Json) -> None:
+        if len(shown) < _MAX_DRY_ERRORS:
+            shown.append(record)
+            print(json.dumps(record))
+
+    with args.input.open("rb") as file:
+        num_failed = check_lines(read_lines(file), engine, reader, report)
+    print(
+        f"{engine.num_requests} requests, {num_failed} errors; {engine.num_prompt_tokens} prompt "
+        f"tokens, at most {engine.max_generated_tokens} output tokens"
+    )
+    return SOME_FAILED if num_failed else ALL_ANSWERED
+
+
+if __name__ == "__main__":
+    sys.exit(main())
