@@ -495,15 +495,23 @@ class ModelRunner:
 def build_network(
     settings: RunnerSettings, device: torch.device, backend: AttentionBackend, tp: Communicator
 ) -> Qwen3ForCausalLM:
-    """One rank's part of the network, its parameters not written yet."""
-    with torch.device(device):
-        return model_class(settings.model_config.architecture)(
-            settings.model_config,
-            max_model_len=settings.max_model_len,
-            backend=backend,
-            dtype=settings.dtype,
-            tp=tp,
-        )
+    """One rank's part of the network, its parameters not written yet.
+
+    Raises:
+        RuntimeError, torch.OutOfMemoryError: There is no room for it.
+    """
+    try:
+        with torch.device(device):
+            return model_class(settings.model_config.architecture)(
+                settings.model_config,
+                max_model_len=settings.max_model_len,
+                backend=backend,
+                dtype=settings.dtype,
+                tp=tp,
+            )
+    except RuntimeError as error:  # of the allocator, which names bytes and nothing else
+        text = f"no room for the network that config.json describes: {error}"
+        raise type(error)(text) from error
 
 
 def network_outline(settings: RunnerSettings) -> Qwen3ForCausalLM:

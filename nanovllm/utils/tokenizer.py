@@ -108,17 +108,21 @@ class Tokenizer:
         add_special_tokens=False: the template has put a BOS where there should be one.
 
         Raises:
-            ValueError: the folder has no chat template, or the two flags contradict each other.
+            ValueError: the folder has no chat template, it can't write these messages, or the two
+                flags contradict each other.
         """
         # Callable: a template takes any keyword, which the method's own signature can't say.
         render: Callable[..., object] = self.get_tokenizer().apply_chat_template
-        text = render(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **kwargs,
-        )
+        try:
+            text = render(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **kwargs,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ValueError(f"the chat template can't write these messages: {error}") from error
         assert isinstance(text, str), "one conversation renders to one text"
         return text
 
@@ -288,7 +292,7 @@ def _load_huggingface(folder: Path) -> "PreTrainedTokenizerBase":
 
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
-    except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+    except Exception as error:  # of a file with wrong types transformers raises any kind
         raise ValueError(
             f"no tokenizer could be loaded from {folder}: expected tokenizer.json and "
             "tokenizer_config.json; pass tokenizer=<another folder>, or skip_tokenizer_init=True "

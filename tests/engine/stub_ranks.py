@@ -31,7 +31,7 @@ class StubSettings:
     """Stands for RunnerSettings: who fails, where and how."""
 
     fault: str = ""  # a method of `Fault`; "" is none
-    where: str = ""  # "start", "prefill", "decode" or "cache"
+    where: str = ""  # "start", "cache", "capture", "prefill", "decode" or "synchronize"
     rank: int = 1
     device_type: str = "cpu"
 
@@ -94,10 +94,10 @@ class StubRunner:
         return 1234
 
     def capture_cudagraph(self) -> None:
-        pass
+        self._pass("capture")
 
     def synchronize(self) -> None:
-        pass
+        self._pass("synchronize")
 
     def exit(self) -> None:
         if self._settings.where == "exit":

@@ -93,9 +93,11 @@ def run_until_it_fails(settings: StubSettings) -> None:
     group = start_stubs(settings)
     try:
         group.allocate_kv_cache()
+        group.capture_cudagraph()
         group.launch(PREFILL).wait()
         for _ in range(3):
             group.launch(DECODE).wait()
+        group.synchronize()
     finally:
         assert group.is_lost
         with pytest.raises(RuntimeError, match="gone"):
@@ -113,7 +115,8 @@ FAULTS = {
 }
 
 
-FAILURES = [(fault, where) for fault in FAULTS for where in ("start", "cache", "prefill", "decode")]
+PLACES = ("start", "cache", "capture", "prefill", "decode", "synchronize")
+FAILURES = [(fault, where) for fault in FAULTS for where in PLACES]
 
 
 @pytest.mark.usefixtures("quick_start")
