@@ -136,7 +136,7 @@ def add_workload_flags(group: argparse._ArgumentGroup) -> None:
 
 
 def add_engine_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-model-len", type=int, default=4096)
+    group.add_argument("--max-model-len", type=int, help="default: 4096 or the model's")
     group.add_argument("--max-num-seqs", type=int, default=512)
     group.add_argument("--max-num-batched-tokens", type=int, default=16384)
     group.add_argument("--max-num-mixed-tokens", type=int, default=0, help="0: no mixed steps")

@@ -18,8 +18,8 @@ Device = Literal["auto", "cuda", "cpu"]
 AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
 LoadFormat = Literal["auto", "dummy"]
 
-# vLLM's keywords that would change nothing here, with the value that is accepted in silence by
-# meaning: every other value is refused, because dropping it would change what the user asked for.
+# vLLM's keywords and those of their values that change nothing here: they are accepted with one
+# warning. Any other value is refused, because dropping it would change what the user asked for.
 _INERT_KEYWORDS: dict[str, tuple[object, ...]] = {
     "trust_remote_code": (False,),
     "enable_chunked_prefill": (True, None),

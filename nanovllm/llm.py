@@ -233,22 +233,26 @@ class LLM:
 
 
 class _Progress:
-    """A bar over requests that shows prefill and decode speed."""
+    """A bar over requests that shows prefill and decode speed, averaged over the call.
+
+    Averaged, because a step is processed while the next one runs: the time between two calls isn't
+    that of the step just counted.
+    """
 
     def __init__(self, num_requests: int) -> None:
         self._bar = tqdm(total=num_requests, desc="Generating", dynamic_ncols=True)
         self._last_step = self._last_shown = perf_counter()
-        self._speeds = {"Prefill": 0.0, "Decode": 0.0}  # tokens per second
+        self._num_tokens = {"Prefill": 0, "Decode": 0}
+        self._seconds = {"Prefill": 0.0, "Decode": 0.0}
 
     def update(self, engine: LLMEngine, num_finished: int) -> None:
         """Count finished requests, and the tokens of the step just processed."""
         now = perf_counter()
         seconds, self._last_step = now - self._last_step, now
         counts = engine.last_step
-        if counts.num_prompt_tokens:
-            self._speeds["Prefill"] = counts.num_prompt_tokens / seconds
-        elif counts.num_decode_tokens:
-            self._speeds["Decode"] = counts.num_decode_tokens / seconds
+        kind = "Prefill" if counts.num_prompt_tokens else "Decode"
+        self._num_tokens[kind] += counts.num_prompt_tokens or counts.num_decode_tokens
+        self._seconds[kind] += seconds
         if now - self._last_shown > _PROGRESS_SECONDS:
             self._last_shown = now
             self._show_speeds()
@@ -260,8 +264,12 @@ class _Progress:
         self._bar.close()
 
     def _show_speeds(self) -> None:
-        texts = {name: f"{speed:.0f}tok/s" for name, speed in self._speeds.items()}
-        self._bar.set_postfix(texts, refresh=False)
+        speeds = {
+            kind: f"{num_tokens / self._seconds[kind]:.0f}tok/s"
+            for kind, num_tokens in self._num_tokens.items()
+            if num_tokens
+        }
+        self._bar.set_postfix(speeds, refresh=False)
 
 
 def as_prompt_list(prompts: Prompt | Items[Prompt]) -> list[Prompt]:

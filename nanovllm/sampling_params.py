@@ -13,6 +13,7 @@ from numbers import Integral, Real
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means argmax, as in vLLM
 MAX_SEED = 2**63 - 1
+MAX_N = 16384  # samples of one prompt; vLLM's limit
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -25,7 +26,7 @@ class SamplingParams:
     top_p: float  # (0, 1]: smallest set of likeliest tokens whose probability reaches it; 1 = off
     top_k: int  # >= 1: the k likeliest tokens; 0 or -1 = off
     min_p: float  # [0, 1]: tokens at least this likely relative to the likeliest; 0 = off
-    n: int  # >= 1 samples of one prompt
+    n: int  # 1..16384 samples of one prompt
     seed: int | None  # 0..2**63-1: the draws depend on it alone; None = derived from the LLM's seed
     stop: tuple[str, ...]  # text is cut before the earliest of these
     stop_token_ids: tuple[int, ...]  # >= 0; these end a request, also under ignore_eos
@@ -80,7 +81,7 @@ class SamplingParams:
             "top_p": _real("top_p", top_p, above=0.0, high=1.0),
             "top_k": _int("top_k", top_k, low=-1),
             "min_p": _real("min_p", min_p, low=0.0, high=1.0),
-            "n": _int("n", n, low=1),
+            "n": _int("n", n, low=1, high=MAX_N),
             "seed": _optional_int("seed", seed, low=0, high=MAX_SEED),
             "stop": _texts("stop", (stop,) if isinstance(stop, str) else stop),
             "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids),

@@ -456,7 +456,8 @@ class LLMEngine:
         )
         self._in_flight = None
         self._requests: dict[str, Request] = {}
-        self._samples: dict[Sequence | None, Sample] = {}  # of unfinished sequences
+        # Of unfinished sequences; None is no key, but what a lane without a receiver asks for.
+        self._samples: dict[Sequence | None, Sample] = {}
         self._watched: set[Sequence] = set()  # those whose text must be read at every step
 
     def _recover(self) -> None:

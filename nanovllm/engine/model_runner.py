@@ -8,6 +8,7 @@ that a decode step uploads only what changed and, with graphs, is one copy and o
 step is done when `launch` returns, and everything else is the same.
 """
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -214,17 +215,19 @@ class ModelRunner:
         layers = self._release_pool()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # else it may be a part of a piece that can't be given back
-        # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
-        self.kv_cache = torch.zeros(
+        shape = (
             2,
             len(layers),
             num_blocks,
             self.block_size,
             num_kv_heads_of_rank(model_config.num_key_value_heads, self.tp.size),
             model_config.head_dim,
-            dtype=self.settings.dtype,
-            device=self.device,
         )
+        # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
+        if self.device.type == "cuda":
+            self.kv_cache = torch.zeros(shape, dtype=self.settings.dtype, device=self.device)
+        else:
+            self.kv_cache = _lazy_zeros(shape, self.settings.dtype)
         for layer, k_cache, v_cache in zip(layers, *self.kv_cache, strict=True):
             layer.bind_kv_cache(k_cache, v_cache)
 
@@ -490,6 +493,22 @@ class ModelRunner:
             setattr(self, name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, whose pages the system hands out when they are first written.
+
+    Raises:
+        ValueError: There is no room even for the promise.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        zeros = np.zeros(num_bytes, dtype=np.uint8)
+    except MemoryError as error:
+        raise ValueError(
+            f"no room for a KV cache of {num_bytes / 2**30:.2f} GiB: lower num_kvcache_blocks"
+        ) from error
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def build_network(

@@ -40,8 +40,16 @@ def parse_prompt(prompt: Prompt, vocab_size: int) -> ParsedPrompt:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one token")
+        _check_encodable(prompt)
         return ParsedPrompt(prompt, None)
     return ParsedPrompt(None, parse_token_ids(prompt, vocab_size))
+
+
+def _check_encodable(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is no valid Unicode text: {error}") from error
 
 
 def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list[int]:
@@ -70,7 +78,8 @@ def _int_array(token_ids: Items[int] | np.ndarray) -> np.ndarray:
         return array
     if array.ndim == 1 and all(type(token_id) is int for token_id in token_ids):
         return np.asarray(token_ids, dtype=object)
-    raise TypeError(f"token ids must be a flat list of ints, not {array.dtype} {array.shape}")
+    kinds = sorted({type(token_id).__name__ for token_id in token_ids})
+    raise TypeError(f"token ids must be a flat list of ints, not of {', '.join(kinds)}")
 
 
 def _parse_mapping(prompt: Mapping[str, object], vocab_size: int) -> ParsedPrompt:

@@ -3,10 +3,11 @@
 Continuous batching decides anew before every step, so a sequence that ends makes room at once. The
 rules are few. Waiting prompts go first, in order, and admission stops at the first that doesn't
 fit; a prompt longer than a step's token budget runs in chunks. Else every running sequence decodes
-one token. For large models steps are mixed instead: running sequences decode in every step, and
-prompt chunks ride along. When a running sequence needs a block and none is free, the latest
-admitted one is preempted: its blocks go back, and it returns to the front of `waiting` to be
-computed again, which its own blocks, if nobody took them, make cheap.
+one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. With
+max_num_mixed_tokens steps are mixed instead: running sequences decode in every step, and prompt
+chunks ride along. When a running sequence needs a block and none is free, the latest admitted one
+is preempted: its blocks go back, and it returns to the front of `waiting` to be computed again,
+which its own blocks, if nobody took them, make cheap.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
 uses counts only, never the value of a token in flight. Two decisions need such values to be
@@ -88,9 +89,10 @@ class _Decodes:
 class Scheduler:
     """Owner of the queues, the device rows and, through its BlockManager, the blocks.
 
-    Invariants (`check_invariants`): no step exceeds max_num_batched_tokens; at most max_num_seqs
-    sequences hold a row, each its own; a sequence is in one queue; a step is never empty while work
-    remains, since a request is accepted only if the whole pool could hold it alone (`check_fits`).
+    Invariants: no step exceeds max_num_batched_tokens; a step is never empty while work remains,
+    since a request is accepted only if the whole pool could hold it alone (`check_fits`); and
+    (`check_invariants`) at most max_num_seqs sequences hold a row, each its own, and a sequence is
+    in one queue.
     """
 
     def __init__(

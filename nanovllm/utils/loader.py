@@ -189,9 +189,11 @@ def checked_weights(
 def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
     """Write one tensor to where it belongs; a rehearsal does the same to tensors without memory."""
     name, tensor = _named_tensor(item)
+    params = dict(model.named_parameters())
+    if _is_tied_copy(name, params):
+        name = "model.embed_tokens.weight"  # one parameter under two names
     if not tensor.is_floating_point():
         raise TypeError(f"weight {name} must be floating point, not {tensor.dtype}")
-    params = dict(model.named_parameters())
     target = _find_target(name, params, model.packed_modules_mapping)  # type: ignore[arg-type]
     if target is None:
         return
@@ -210,7 +212,9 @@ def _named_tensor(item: object) -> tuple[str, torch.Tensor]:
     match item:
         case (str() as name, torch.Tensor() as tensor):
             return name, tensor
-    raise TypeError(f"weights must be pairs of a name and a tensor, not {type(item).__name__}")
+    parts = item if isinstance(item, tuple) else (item,)
+    kinds = ", ".join(type(part).__name__ for part in parts)
+    raise TypeError(f"weights must be pairs of a name and a tensor, not ({kinds})")
 
 
 def initialize_dummy(model: nn.Module, seed: int = 0) -> None:
