@@ -100,6 +100,8 @@ REFUSED = {
     "floats": ([[1.0, 2.0]], TypeError, "prompt 0: .*flat list of ints"),
     "bools": ([[True, False]], TypeError, "prompt 0: .*flat list of ints"),
     "None among ids": ([[1, None]], TypeError, "prompt 0: .*flat list of ints"),
+    "texts among ids": ([["a", "b"]], TypeError, "prompt 0: .*not of str"),
+    "a lone surrogate": (["\ud800"], ValueError, "prompt 0: .*no valid Unicode"),
     "nested ids": ([[[1, 2]]], TypeError, "prompt 0: .*flat list of ints"),
     "ragged ids": ([[[1], [2, 3]]], TypeError, "prompt 0: .*flat list of ints"),
     "an array of floats": ([np.array([1.5])], TypeError, "prompt 0: .*flat list of ints"),

@@ -102,6 +102,7 @@ def test_replace_checks_as_the_constructor_does_and_leaves_the_original():
         {"min_p": -0.1},
         {"min_p": 1.1},
         {"n": 0},
+        {"n": 16385},
         {"seed": -1},
         {"seed": MAX_SEED + 1},
         {"stop": [""]},

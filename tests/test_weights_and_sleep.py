@@ -71,6 +71,19 @@ def test_weights_may_come_in_pieces(llm, folders):
     assert answers_of(llm) == expected
 
 
+def test_both_names_of_a_tied_head_mean_one_weight(llm, folders):
+    """A tied model took lm_head.weight, of whatever shape, and dropped it."""
+    name = "lm_head.weight"
+    model = llm.llm_engine._runner.model
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    new = torch.randn(model.lm_head.weight.shape)
+    llm.load_weights({name: new})
+    assert torch.equal(model.lm_head.weight, new)
+    assert torch.equal(model.model.embed_tokens.weight, new) == is_tied
+    with pytest.raises(ValueError, match="shape"):
+        llm.load_weights({name: torch.zeros(3, 3)})
+
+
 def test_parameters_keep_their_addresses_and_dtypes(llm, folders):
     def addresses() -> list[tuple[int, torch.dtype]]:
         params = llm.llm_engine._runner.model.parameters()
