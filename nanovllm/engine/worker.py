@@ -558,8 +558,11 @@ def _unpack_weight(payload: bytes | bytearray) -> tuple[str, "torch.Tensor"]:
 
     start = 8 + int.from_bytes(payload[:8], "little")
     name, dtype_name, shape = json.loads(bytes(payload[8:start]))
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype_name!r} is no kind of number")
     numbers = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8, offset=start).copy())
-    return name, numbers.view(getattr(torch, dtype_name)).view(shape)
+    return name, numbers.view(dtype).view(shape)
 
 
 def _obey(command: Command, payload: bytes | bytearray, runner: Runner) -> bytes:

@@ -35,6 +35,7 @@ class SharedFile:
         self._named: tempfile._TemporaryFileWrapper[bytes] | None = None
         if _IS_LINUX:
             self.fd = os.memfd_create("nanovllm")
+            os.fchmod(self.fd, 0o600)  # made for everybody, though only this user can get at it
         else:
             self._named = tempfile.NamedTemporaryFile()  # noqa: SIM115 - close() closes it
             self.fd = os.dup(self._named.fileno())
