@@ -12,6 +12,8 @@ call where there is a tokenizer. The last line of the output is JSON.
     python bench.py --shape 0.6B --num-seqs 1 --input-len 100 --output-len 945      # one sequence
     python bench.py --shape 0.6B --num-seqs 1000 --prefix-len 2048 --input-len 50 --output-len 64
 
+    python bench.py --model FOLDER --requests in.jsonl  # a batch file's requests, from memory
+
 `--profile` runs two more passes of the first repeat's workload after the timed ones: one times the
 host's parts of each step with no profiler, the other records the GPU's kernels. The floor it
 compares with is arithmetic: bytes over bandwidth, operations over FLOP/s, no other cost.
@@ -42,6 +44,7 @@ from unittest.mock import patch
 import torch
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch_file import RequestReader, parse_line, read_lines
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.model_config import ModelConfig
 
@@ -118,11 +121,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name in ("repeats", "num_seqs"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}, at least 1 is due")
+    if args.requests is not None and args.profile:
+        parser.error("--profile is of random prompts: leave --requests out")
     return args
 
 
 def add_workload_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--repeats", type=int, default=3)
+    group.add_argument("--requests", type=Path, help="run this batch file's requests instead")
     group.add_argument("--num-seqs", type=int, default=256)
     group.add_argument("--min-len", type=int, default=100, help="tokens, of prompts and outputs")
     group.add_argument("--max-input-len", type=int, default=1024)
@@ -314,6 +320,8 @@ def make_params(args: argparse.Namespace, output_lens: list[int]) -> list[Sampli
 
 def timed_pass(args: argparse.Namespace, llm: LLM, rng: random.Random) -> Pass:
     """Draw a workload and time one generate call on an empty prefix cache."""
+    if args.requests is not None:
+        return requests_pass(args.requests, llm)
     prompts, output_lens = draw_for(args, llm, rng)
     params = make_params(args, output_lens)
     llm.reset_prefix_cache()
@@ -354,6 +362,21 @@ def summary(passes: list[Pass]) -> dict[str, object]:
         "tokens": [done.num_tokens for done in passes],
         "cached_tokens": [done.num_cached_tokens for done in passes],
     }
+
+
+def requests_pass(path: Path, llm: LLM) -> Pass:
+    """Time one generate call on all requests of a batch file, read beforehand."""
+    engine = llm.llm_engine
+    reader = RequestReader(engine.tokenizer, SamplingParams(), engine.config.seed)
+    with path.open("rb") as file:
+        requests = [reader.read(parse_line(line)) for line in read_lines(file)]
+    prompts, params = [r.prompt for r in requests], [r.params for r in requests]
+    llm.reset_prefix_cache()
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(output.num_generated_tokens for output in outputs)
+    return Pass(num_tokens, sum(output.num_cached_tokens for output in outputs), seconds)
 
 
 # The profile: host parts, GPU kernels, floor

@@ -12,7 +12,8 @@ import json
 import sys
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -65,6 +66,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, nargs="?", help="results; an existing one is gone on")
     parser.add_argument("--dry-run", action="store_true", help="check the input, count its tokens")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
+    parser.add_argument("--ray", action="store_true", help="on a Ray cluster, or on local Ray")
+    parser.add_argument("--ray-actors", type=int, help="engines; default: as the GPUs allow")
     sampling = parser.add_argument_group("of requests that don't say")
     sampling.add_argument("--max-tokens", type=_int_or_none, default=SamplingParams().max_tokens)
     for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
@@ -143,14 +146,19 @@ def _run_guarded(
     again = f"run the same command again to go on; {args.output} holds all results so far"
     try:
         with output:
-            try:
-                llm = LLM(**dataclasses.asdict(config))
-            except (ValueError, TypeError, OSError, ImportError) as error:
-                return _fail(NOT_STARTED, str(error))
-            with llm:
-                tally = run_file(args, llm, defaults, output, ledger)
+            if args.ray:
+                tally = run_file_on_ray(args, config, defaults, output, ledger)
+            else:
+                try:
+                    llm = LLM(**dataclasses.asdict(config))
+                except (ValueError, TypeError, OSError) as error:
+                    return _fail(NOT_STARTED, str(error))
+                with llm:
+                    tally = run_file(args, llm, defaults, output, ledger)
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, f"interrupted: {again}")
+    except ImportError as error:
+        return _fail(NOT_STARTED, str(error))
     except Exception as error:  # a write's, or whatever a step raised
         return _fail(BROKEN_OFF, f"{type(error).__name__}: {error}\n{again}")
     return SOME_FAILED if ledger.num_failed + tally.num_failed else ALL_ANSWERED
@@ -167,18 +175,48 @@ def run_file(
     engine = llm.llm_engine
     config = engine.config
     reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+    with show_progress(args, ledger) as progress, args.input.open("rb") as file:
+        run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
+        tally = run.run(read_lines(file))
+        output.sync()
+        progress.finish(tally)
+    return tally
+
+
+def run_file_on_ray(
+    args: argparse.Namespace,
+    config: Config,
+    defaults: SamplingParams,
+    output: OutputFile,
+    ledger: Ledger,
+) -> Tally:
+    """Answer what is left of the input file with the engines of a Ray cluster."""
+    from nanovllm.ray_data import run_on_ray
+
+    with show_progress(args, ledger) as progress:
+        tally = run_on_ray(
+            args.input,
+            config,
+            defaults,
+            ledger,
+            output.write,
+            num_actors=args.ray_actors,
+            on_progress=progress.update,
+        )
+        output.sync()
+        progress.finish(tally)
+    return tally
+
+
+@contextmanager
+def show_progress(args: argparse.Namespace, ledger: Ledger) -> Iterator["Progress"]:
+    """A bar for the block, and a summary below it if the run was finished."""
     total = None if args.no_progress else count_lines(args.input)
     progress = Progress(total, ledger.num_done, is_shown=not args.no_progress)
     try:
-        run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
-        with args.input.open("rb") as file:
-            tally = run.run(read_lines(file))
-        output.sync()
-        summary = progress.summary(tally)
+        yield progress
     finally:
         progress.close()
-    print(summary, file=sys.stderr)
-    return tally
 
 
 class Progress:
@@ -194,6 +232,7 @@ class Progress:
         """
         self._start = self._last_shown = time.perf_counter()
         self._num_done = num_done
+        self._summary = ""
         self._bar = tqdm(
             total=num_lines,
             initial=num_done,
@@ -211,19 +250,22 @@ class Progress:
         self._last_shown = now
         self._show(tally)
 
-    def close(self) -> None:
-        self._bar.close()
-
-    def summary(self, tally: Tally) -> str:
-        """One line on a finished run."""
+    def finish(self, tally: Tally) -> None:
+        """Show the last tally, with a line on the whole run."""
         self._show(tally)
         seconds = time.perf_counter() - self._start
-        return (
+        self._summary = (
             f"{tally.num_answered} answered, {tally.num_failed} errors, {tally.num_skipped} done "
             f"before; {tally.num_prompt_tokens} prompt tokens ({_hit_rate(tally):.1%} cached), "
             f"{tally.num_generated_tokens} output tokens in {seconds:.2f} s, "
             f"{tally.num_generated_tokens / seconds:.0f} tok/s"
         )
+
+    def close(self) -> None:
+        """End the bar."""
+        self._bar.close()
+        if self._summary:
+            print(self._summary, file=sys.stderr)
 
     def _show(self, tally: Tally) -> None:
         seconds = time.perf_counter() - self._start

@@ -782,7 +782,7 @@ class BatchRun:
             else:
                 self._queue(request)
         except BadLine as bad:
-            self._report(line.number, bad)
+            report_bad_line(line, bad, self._ledger, self._write, self.tally)
 
     def _queue(self, request: BatchRequest) -> None:
         try:
@@ -791,13 +791,6 @@ class BatchRun:
             raise BadLine("invalid_request", _reason(error), request.id) from error
         self._pending[request_id] = request
         self._num_queued += request.params.n
-
-    def _report(self, number: int, bad: BadLine) -> None:
-        if self._ledger.is_reported(number, bad):
-            self.tally.num_skipped += 1
-        else:
-            self._write(bad.record(number))
-            self.tally.num_failed += 1
 
     def _finish(self, output: RequestOutput) -> None:
         request = self._pending.pop(output.request_id)
@@ -820,6 +813,17 @@ def claim_request(line: Line, ledger: Ledger, reader: RequestReader) -> BatchReq
         return reader.read(row)
     except (ValueError, TypeError) as error:
         raise BadLine("invalid_request", str(error), line_id) from error
+
+
+def report_bad_line(
+    line: Line, bad: BadLine, ledger: Ledger, write: Callable[[Json], None], tally: Tally
+) -> None:
+    """Write a line's error record, unless an earlier run did."""
+    if ledger.is_reported(line.number, bad):
+        tally.num_skipped += 1
+    else:
+        write(bad.record(line.number))
+        tally.num_failed += 1
 
 
 def _reason(error: Exception) -> str:
