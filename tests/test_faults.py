@@ -13,6 +13,8 @@ import random
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -195,6 +197,45 @@ def test_rank_killed_between_calls_is_an_error_and_closes(folder: Path, verb: st
     del llm
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= num_fds + 8  # the fork server's own, the first time
+
+
+FULL_DEV_SHM = """
+mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec "$@"
+"""
+TWO_RANKS = """
+from pathlib import Path
+from nanovllm import LLM, SamplingParams
+if __name__ == "__main__":
+    try:
+        Path("/dev/shm/another").write_bytes(bytes(4096))
+    except OSError as error:
+        print(error.strerror)
+    with LLM(FOLDER, device="cpu", max_model_len=64, tensor_parallel_size=2) as llm:
+        print(len(llm.generate("1 + 2 =", SamplingParams(max_tokens=4), use_tqdm=False)))
+"""
+
+
+def may_mount() -> bool:
+    command = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/dev/shm"]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs a mount namespace of its own")
+def test_full_dev_shm_does_not_matter(tmp_path: Path) -> None:
+    """Containers give it 64 MB, and others fill it; ranks share memory that isn't in it."""
+    path = tmp_path / "script.py"
+    path.write_text(TWO_RANKS.replace("FOLDER", repr(str(BUNDLED))))
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", FULL_DEV_SHM, "sh", sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={**os.environ, "PYTHONPATH": str(BUNDLED.parents[1]), "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.stdout, done.returncode) == ("No space left on device\n1\n", 0), done.stderr
 
 
 # ---------------------------------------------------------------------- hostile files

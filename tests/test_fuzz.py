@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fuzz import Fuzzer, random_workload
+from fuzz import FOLDER, Fuzzer, random_workload
+from soak import main as soak
 
 from nanovllm.engine.block_manager import Block, BlockManager
 from nanovllm.engine.detokenizer import Detokenizer
@@ -42,6 +43,13 @@ def test_random_workload_of_two_ranks_answers_as_alone(fuzzer: Fuzzer) -> None:
 def test_workload_is_a_function_of_its_seed(fuzzer: Fuzzer) -> None:
     first, again, other = (repr(random_workload(s, fuzzer.tokenizer)) for s in (5, 5, 6))
     assert first == again != other
+
+
+def test_soak_runs_on_a_laptop() -> None:
+    options = ["--device=cpu", "--minutes=0.05", "--num-seqs=12", "--max-model-len=128"]
+    result = soak([f"--model={FOLDER}", *options])
+    assert result["preemptions"] > 0
+    assert result["equal to a lone run"] > 0
 
 
 # ---------------------------------------------------------------------- planted mistakes
