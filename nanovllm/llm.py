@@ -227,7 +227,11 @@ class LLM:
                     progress.update(engine, len(outputs))
                 yield from outputs
         finally:
-            engine.abort_all(requests)
+            try:
+                engine.abort_all(requests)
+            except BaseException:  # a Ctrl-C that came as it began
+                engine.abort_all(requests)
+                raise
             if progress is not None:
                 progress.close()
 

@@ -1,6 +1,7 @@
 """An engine starts, fails, stops and shares a process without leaving a trace."""
 
 import gc
+import itertools
 import multiprocessing
 import os
 import random
@@ -10,12 +11,16 @@ import textwrap
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import MakeCheckpoint
+from fuzz import Fault, raising
+from safetensors.torch import load_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.model_runner import ModelRunner
@@ -352,6 +357,49 @@ def test_interrupted_abort_leaves_nothing_queued(
             stream.close()
     assert_idle(llm)
     assert answers(llm) == expected
+
+
+INTERRUPTED: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: answers(llm, WITH_LOGPROBS),
+    "stream": lambda llm: list(llm.stream(PROMPTS, WITH_LOGPROBS, deltas=True)),
+    "closing a stream": lambda llm: take_one_and_close(llm),
+    "sleep": lambda llm: llm.sleep(),
+    "sleep and wake_up": lambda llm: (llm.sleep(), llm.wake_up()),
+    "load_weights": lambda llm: llm.load_weights(weights_of(llm)),
+    "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+}
+WITH_LOGPROBS = GREEDY.replace(max_tokens=3, logprobs=1)
+
+
+def take_one_and_close(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS, GREEDY, deltas=True)
+    next(stream)
+    stream.close()
+
+
+def weights_of(llm: LLM) -> dict[str, torch.Tensor]:
+    return load_file(Path(llm.llm_engine.config.model) / "model.safetensors")
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_interrupt_at_any_function_leaves_the_engine_usable(
+    folder: Path, name: str, stride: int
+) -> None:
+    """Where a function of the package begins, Python looks whether Ctrl-C was pressed."""
+    call, fault = INTERRUPTED[name], Fault("entry", 0, False, KeyboardInterrupt)
+    with open_llm(folder, max_num_batched_tokens=32) as llm:
+        expected = answers(llm)
+        for count in itertools.count(1, stride):
+            with raising(replace(fault, count=count)) as raised, suppress(KeyboardInterrupt):
+                call(llm)
+            if llm.llm_engine._is_asleep:
+                llm.wake_up()
+            assert_idle(llm)
+            assert answers(llm) == expected, f"after function {count}"
+            if not raised:
+                break
+    assert count > 1
 
 
 # ---------------------------------------------------------------------- failures at the start

@@ -352,13 +352,11 @@ class LLMEngine:
         """
         self._check_idle("sleep()")
         assert self._runner is not None, "_check_idle"
+        self._is_asleep = True  # first: an engine half asleep is one that must be woken
         try:
             self._runner.sleep()
         finally:
             self._close_if_lost()
-        self._is_asleep = True
-        self._num_past_preemptions += self.scheduler.num_preemptions
-        self._start_over()
 
     def wake_up(self) -> None:
         """Take memory for the KV cache again; awake, it does nothing.
@@ -374,6 +372,7 @@ class LLMEngine:
                 self._runner.wake_up(self._num_blocks)
             finally:
                 self._close_if_lost()
+            self.scheduler.block_manager.reset()
             self._is_asleep = False
 
     def default_sampling_params(self) -> SamplingParams:
