@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = make_config(args)
         defaults = make_defaults(args)
-        _check_paths(args)
+        _check_args(args)
         if args.dry_run:
             return dry_run(args, config, defaults)
         ledger = Ledger()
@@ -120,7 +120,9 @@ def _int_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
-def _check_paths(args: argparse.Namespace) -> None:
+def _check_args(args: argparse.Namespace) -> None:
+    if args.ray_actors is not None and args.ray_actors < 1:
+        raise ValueError(f"--ray-actors is {args.ray_actors}, at least 1 is due")
     with args.input.open("rb"):
         pass
     if args.output is not None and args.output.exists() and args.input.samefile(args.output):

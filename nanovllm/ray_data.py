@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, np.ndarray]  # a column a name
 CONCURRENT_BATCHES = 4  # of an actor: together they are twice what its engine runs at once
+_READER_CPUS = 0.1  # of a chunk; an engine leaves as much, or one core would not be enough for both
 
 _PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 _ANSWER_COLUMNS = (
@@ -359,9 +360,11 @@ def run_on_ray(
     """
     try:
         import ray
+        import ray.data
     except ImportError as error:
         raise ImportError("--ray needs Ray Data: pip install 'nanovllm[ray]'") from error
     ray.init(ignore_reinit_error=True)
+    ray.data.DataContext.get_current().enable_progress_bars = False  # the caller has its own
     tally = Tally()
     with path.open("rb") as file:
         chunks = list(
@@ -388,7 +391,9 @@ def answers_of(
     if num_actors is None:
         num_actors = max(1, num_cluster_gpus // num_gpus) if num_gpus else 1
     rows = [chunk._asdict() for chunk in chunks]
-    lines = ray.data.from_items(rows, override_num_blocks=len(rows)).flat_map(read_chunk)
+    lines = ray.data.from_items(rows, override_num_blocks=len(rows)).flat_map(
+        read_chunk, num_cpus=_READER_CPUS
+    )
     return lines.map_batches(
         FileAnswers,
         fn_constructor_args=(config, defaults),
@@ -398,6 +403,7 @@ def answers_of(
             max_tasks_in_flight_per_actor=2 * CONCURRENT_BATCHES,
             max_concurrent_calls_per_actor=CONCURRENT_BATCHES,
         ),
+        num_cpus=None if num_gpus else 1 - _READER_CPUS,
         num_gpus=num_gpus,
     )
 
