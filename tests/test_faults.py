@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import MakeCheckpoint
+from fuzz import Fault, raising
 from processes import rank_pids
 from safetensors.torch import load_file
 
@@ -109,6 +110,37 @@ def test_memory_that_runs_out_at_the_start_is_given_back(folder: Path, place: st
     assert num_live_runners() == num_before
     with open_llm(folder) as llm:
         assert len(answers(llm)) == 3
+
+
+def interrupt_starts(folder: Path, strides: range, **options: object) -> int:
+    """Open an engine with Ctrl-C at one function after the other; return how many were met."""
+    num_interrupted = 0
+    for count in strides:
+        fault = Fault("entry", count, False, KeyboardInterrupt)
+        with raising(fault) as raised, contextlib.suppress(KeyboardInterrupt):
+            open_llm(folder, **options).exit()
+        num_interrupted += bool(raised)
+        raised.clear()
+        if rank_pids():
+            gc.collect()  # an engine that was being made when it was interrupted
+        assert rank_pids() == {}
+    return num_interrupted
+
+
+def test_interrupted_start_leaves_no_memory(folder: Path) -> None:
+    num_before = num_live_runners()
+    assert interrupt_starts(folder, range(1, 2000, 9)) > 20
+    assert num_live_runners() == num_before
+    assert len(answers(open_llm(folder))) == 3
+
+
+@pytest.mark.usefixtures("hard_timeout", "quick_start")
+def test_interrupted_start_leaves_no_rank(folder: Path) -> None:
+    open_llm(folder, tensor_parallel_size=2).exit()  # the fork server stays
+    num_fds = len(os.listdir("/proc/self/fd"))
+    assert interrupt_starts(folder, range(60, 700, 37), tensor_parallel_size=2) > 3
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == num_fds
 
 
 STEP_FAULTS = {
