@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -173,14 +173,34 @@ def start_script(folder: Path, body: str) -> "subprocess.Popen[str]":
     path.write_text(textwrap.dedent(body))
     tests = Path(__file__).parents[1]
     paths = [str(tests.parent), str(tests), str(tests / "engine")]
-    return subprocess.Popen(
+    script = subprocess.Popen(
         [sys.executable, str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        preexec_fn=hear_interrupts,
     )
+    SCRIPTS.append(script)
+    return script
+
+
+def hear_interrupts() -> None:
+    """A shell's `&` makes all that it starts ignore Ctrl-C, tests and their scripts included."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+SCRIPTS: list["subprocess.Popen[str]"] = []
+
+
+@pytest.fixture(autouse=True)
+def no_script_outlives_its_test() -> Iterator[None]:
+    yield
+    while SCRIPTS:
+        script = SCRIPTS.pop()
+        if script.poll() is None:
+            os.killpg(script.pid, signal.SIGKILL)
 
 
 RUNNING_SCRIPT = """
