@@ -353,7 +353,6 @@ def test_torch_attention_is_the_naive_one(
         cu_seqlens_k=torch.tensor([0, *lens[: len(prefills)]]).cumsum(0).int(),
         max_seqlen_q=int(counts.max()),
         max_seqlen_k=max(lens),
-        is_fresh=False,
         logits_indices=None,
     )
     with set_context(context):

@@ -351,7 +351,6 @@ class ModelRunner:
             cu_seqlens_k=cu_k,
             max_seqlen_q=int(batch.num_tokens.max()),
             max_seqlen_k=int(flat.context_lens.max()),
-            is_fresh=not batch.starts[:num_prefills].any(),
             logits_indices=cu_seqlens_q[1:] - 1,
             decode_plan=self.decode_plan,
         )
@@ -420,7 +419,6 @@ class ModelRunner:
             cu_seqlens_k=no_prefill,
             max_seqlen_q=1,
             max_seqlen_k=max_context_len,
-            is_fresh=False,
             logits_indices=None,
             decode_plan=self.decode_plan,
         )

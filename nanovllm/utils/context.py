@@ -35,7 +35,6 @@ class Context:
     cu_seqlens_k: torch.Tensor  # (prefills + 1,) the same for the keys they see
     max_seqlen_q: int  # longest prefill lane, in new tokens
     max_seqlen_k: int  # longest lane, in tokens seen
-    is_fresh: bool  # no prefill lane sees keys of an earlier step
     logits_indices: torch.Tensor | None  # (lanes,) last token of each lane; None: every token
     decode_plan: "DecodePlan | None" = None  # of the Triton decode kernel, shared by all layers
 
