@@ -1,0 +1,132 @@
+"""Compiling kernels side by side, before the first of them is launched.
+
+Triton compiles a kernel when it is first launched, so a start with an empty cache waits for a few
+dozen compilations in a row, on one core. Here the steps to come run once with their launches
+*noted* instead of made: the launchers themselves say which kernels they need, so there is no second
+list of kernels and arguments that could fall behind them. What was noted then compiles in a pool of
+threads, which works because compilers spend their time in LLVM, ptxas and a C compiler, outside of
+the interpreter's lock. Where Triton's cache is filled, the same pool loads what it finds there.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from triton import JITFunction
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+MAX_THREADS = 32  # a start needs about thirty kernels
+_noting = threading.Lock()  # held while launches are noted: by one thread of the process at a time
+
+
+def compile_launches(run_steps: Callable[[], None], num_processes: int = 1) -> None:
+    """Compile and load every kernel that `run_steps` would launch, and launch none.
+
+    Args:
+        run_steps: Calls launchers, in this thread. torch's own operations in it run as ever, on
+            whatever memory holds where a kernel would have written. Launches of other threads are
+            made meanwhile.
+        num_processes: How many do this at the same time; they share the host's cores.
+
+    Raises:
+        Exception: What `run_steps` or the compiler raised, the first of several. Kernels that did
+            compile stay, and no thread is left.
+    """
+    launches = _note_launches(run_steps)
+    # In a copy, because Triton 3.6 leaves its compile mode in the context after an error.
+    context = contextvars.copy_context()
+    context.run(_compile, launches, max(1, min(MAX_THREADS, _num_cores() // num_processes)))
+
+
+def _note_launches(run_steps: Callable[[], None]) -> list[Callable[[], object]]:
+    """Run steps without their launches; return what compiles them, once for each kind."""
+    from triton import JITFunction
+
+    noted: dict[Hashable, Callable[[], object]] = {}
+    launch, owner = JITFunction.run, threading.get_ident()
+
+    def note(
+        kernel: JITFunction, *args: object, grid: object, warmup: bool, **options: object
+    ) -> object:
+        if threading.get_ident() != owner:
+            return launch(kernel, *args, grid=grid, warmup=warmup, **options)
+        named = ((name, _kind(value)) for name, value in options.items())
+        key = (id(kernel), *map(_kind, args), *named)
+        if key not in noted:
+            noted[key] = partial(launch, kernel, *args, grid=grid, warmup=True, **options)
+        return None
+
+    with _noting:
+        JITFunction.run = note  # type: ignore[method-assign]
+        try:
+            run_steps()
+        finally:
+            JITFunction.run = launch  # type: ignore[method-assign]
+    return list(noted.values())
+
+
+def _kind(argument: object) -> Hashable:
+    """What tells an argument from others as far as a compiler may care, and sometimes further."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    return type(argument), argument
+
+
+def _compile(launches: list[Callable[[], object]], num_threads: int) -> None:
+    """Compile noted launches; runs in a context of its own."""
+    from triton import AsyncCompileMode, FutureKernel
+
+    pool = _CompilerPool(num_threads, "compile", *_on_this_gpu())
+    kernels: list[object] = []
+    try:
+        with AsyncCompileMode(pool):
+            for launch in launches:
+                kernels.append(launch())
+    except BaseException:
+        # What hasn't begun never will; later launches must find no trace of it.
+        pool.shutdown(cancel_futures=True)
+        for kernel in kernels:
+            if isinstance(kernel, FutureKernel):
+                kernel.result(ignore_errors=True)
+        raise
+    finally:
+        pool.shutdown()
+
+
+class _CompilerPool(ThreadPoolExecutor):
+    """Threads that compile a kernel and prepare its launch, which may take as long."""
+
+    def submit(
+        self, compile_kernel: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs
+    ) -> Future[_T]:
+        return super().submit(_compile_and_load, partial(compile_kernel, *args, **kwargs))
+
+
+def _compile_and_load(compile_kernel: Callable[[], _T]) -> _T:
+    kernel = compile_kernel()
+    _ = kernel.run  # type: ignore[attr-defined]  # builds the launcher, moves code to the device
+    return kernel
+
+
+def _on_this_gpu() -> tuple[Callable[[torch.device], None], tuple[torch.device]] | tuple[()]:
+    """What a thread begins with: the current GPU belongs to a thread, and is 0 in a new one."""
+    if not torch.cuda.is_initialized():
+        return ()
+    return torch.cuda.set_device, (torch.device("cuda", torch.cuda.current_device()),)
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
