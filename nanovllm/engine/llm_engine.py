@@ -52,7 +52,13 @@ _RECOMMENDED = {
     "max_new_tokens": "max_tokens",
 }
 
-_STARTUP_PARTS = ("configuration and tokenizer", "weights", "warm-up and KV cache", "graphs")
+_STARTUP_PARTS = (
+    "configuration and tokenizer",
+    "weights",
+    "kernels",
+    "warm-up and KV cache",
+    "graphs",
+)
 
 
 class InFlight(NamedTuple):
@@ -103,7 +109,8 @@ class LLMEngine:
         self._inputs = InputProcessor(
             settings, self.tokenizer, self.eos_token_ids, self._num_blocks
         )
-        seconds = (end - start for start, end in itertools.pairwise(marks))
+        seconds = [end - start for start, end in itertools.pairwise(marks)]
+        seconds[2:3] = self._runner.compile_s, seconds[2] - self._runner.compile_s
         self._startup_s = tuple(zip(_STARTUP_PARTS, seconds, strict=True))
         self._in_flight: InFlight | None = None
         self._num_requests = 0

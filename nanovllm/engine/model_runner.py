@@ -9,6 +9,7 @@ step is done when `launch` returns, and everything else is the same.
 """
 
 import math
+import time
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
 from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
+from nanovllm.kernels.compiling import compile_launches
+from nanovllm.kernels.gemm import MAX_SMALL_ROWS, ROWS_OF_EACH_KIND
 from nanovllm.kernels.row_state import (
     DecodeInputs,
     RowState,
@@ -113,6 +116,7 @@ class ModelRunner:
         self.sampler = Sampler(self.tp, self.model.lm_head.vocab_start)
         self.graphs: DecodeGraphs | None = None
         self.kv_cache: torch.Tensor | None = None
+        self.compile_s = 0.0  # what `compile_kernels` took
         self._allocate_buffers()
 
     # ------------------------------------------------------------------ start-up
@@ -158,11 +162,40 @@ class ModelRunner:
             self.settings.dtype,
         )
 
+    def compile_kernels(self) -> None:
+        """Compile what steps of any size launch, side by side. Needs a pool of at least one block.
+
+        Raises:
+            Exception: A kernel doesn't compile.
+        """
+        start = time.perf_counter()
+        compile_launches(self._run_each_kind, self.tp.size)
+        self.compile_s = time.perf_counter() - start
+
+    @torch.inference_mode()
+    def _run_each_kind(self) -> None:
+        """Steps that between them launch every kernel; small ones, and nothing is launched.
+
+        So `inputs` stay zero, which are valid ids, while tokens that are drawn are whatever memory
+        holds: nothing here reads them, and they are wiped in the end.
+        """
+        with torch.autocast(self.device.type, enabled=False):
+            self.second_pass.warmup(
+                StepResult(self.logits[:1], self.inputs.context_lens[:1], self.tokens[:1], None)
+            )
+            self.wire.zero_()
+            for num_lanes in sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND}):
+                self._decode_step(num_lanes)
+        num_tokens = min(MAX_SMALL_ROWS + 1, self.settings.config.max_num_batched_tokens)
+        self.run(_dummy_prefill([min(num_tokens, self.settings.max_model_len - 1)]))
+        self.tokens.zero_()
+        self.row_state.last_tokens.zero_()
+
     def warmup_model(self) -> None:
         """Run the largest prefill and the largest decode, sampler included.
 
         What they allocate stays with the allocator, so that memory measured afterwards includes
-        it; on CUDA every kernel is compiled on the way. Needs a pool of at least one block.
+        it. Needs a pool of at least one block.
         """
         config = self.settings.config
         num_lanes = min(self.max_num_seqs, config.max_num_batched_tokens)
@@ -193,6 +226,7 @@ class ModelRunner:
         """
         self._bind_pool(1)
         if self.device.type == "cuda":
+            self.compile_kernels()
             self.warmup_model()
         num_blocks = self.settings.config.num_kvcache_blocks
         if num_blocks is None:

@@ -179,7 +179,9 @@ class SecondPass:
         tokens = result.tokens[:num_rows]
         history = History(result.context_lens[:num_rows], tokens[:, None])
         logits = self._whole_vocab(result.logits[:num_rows])
-        process_logits(logits, params, history)
+        state = self._row_state
+        for drawn in (logits, process_logits(logits, params, history)):  # its dtype, and float32
+            sample(drawn, state.temperatures[:num_rows], state.seeds[:num_rows], history.num_tokens)
         _pack(logits, tokens, num_top=1)
 
     # ------------------------------------------------------------------ rows

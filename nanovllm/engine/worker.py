@@ -83,6 +83,7 @@ class Description(NamedTuple):
     decode_name: str
     graph_sizes: list[int]
     all_reduce: str
+    compile_s: float = 0.0  # of start-up
 
 
 class Failure(NamedTuple):
@@ -201,6 +202,7 @@ class WorkerGroup:
         self.backend = BackendNames("", "")
         self.graphs: CapturedSizes | None = None
         self.all_reduce = ""
+        self.compile_s = 0.0  # of start-up, of the slowest rank
         self.is_lost = False  # a rank has failed, and all are gone
         self._channel = channel
         self._processes = processes
@@ -225,6 +227,7 @@ class WorkerGroup:
         self.backend = BackendNames(ranks[0].prefill_name, ranks[0].decode_name)
         self.graphs = CapturedSizes(ranks[0].graph_sizes) if ranks[0].graph_sizes else None
         self.all_reduce = ranks[0].all_reduce
+        self.compile_s = max(rank.compile_s for rank in ranks)
 
     def launch(self, batch: ScheduledBatch) -> "PendingReply":
         """As ModelRunner's: returns as soon as the ranks have been told."""
@@ -470,6 +473,7 @@ def build_model_runner(
 ) -> "RankRunner":
     """A rank of the real network, in a process group that this process owns."""
     from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.layers.peer_norm import with_peer_norm
     from nanovllm.utils.distributed import join_group, limit_threads, with_peer_memory
 
     config, hidden_size = settings.config, settings.model_config.hidden_size
@@ -479,6 +483,7 @@ def build_model_runner(
     tp = join_group(rank, size, settings.device_type, meeting_point.path)
     if settings.device_type == "cuda":
         tp = with_peer_memory(tp, hidden_size, settings.dtype, config.max_num_seqs)
+        tp = with_peer_norm(tp, hidden_size, settings.dtype, config.max_num_seqs)
     return RankRunner(ModelRunner(settings, tp))
 
 
@@ -504,6 +509,7 @@ class RankRunner:
             decode_name=runner.backend.decode_name,
             graph_sizes=list(runner.graphs.sizes) if runner.graphs else [],
             all_reduce=runner.tp.all_reduce_name,
+            compile_s=runner.compile_s,
         )
 
     def exit(self) -> None:

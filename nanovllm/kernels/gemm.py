@@ -33,6 +33,8 @@ from nanovllm.kernels.optional_triton import tl, triton
 MAX_GEMV_ROWS = 2
 MAX_SMALL_ROWS = 16
 MAX_ROWS = 256
+# Batches that between them need every kernel that batches of any size need.
+ROWS_OF_EACH_KIND = (1, MAX_GEMV_ROWS, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)
 SHARED_BYTES = 160 * 1024  # of a program's tiles; sm_90 has 227 kB, sm_80 163 kB
 
 
