@@ -24,7 +24,7 @@ from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.kernels.compiling import compile_launches
-from nanovllm.kernels.gemm import MAX_SMALL_ROWS, ROWS_OF_EACH_KIND
+from nanovllm.kernels.gemm import ROWS_OF_EACH_KIND
 from nanovllm.kernels.row_state import (
     DecodeInputs,
     RowState,
@@ -46,6 +46,9 @@ from nanovllm.utils.pinned import PinnedRing
 
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
+
+# A step of so many runs what the largest runs: ranks sum fewer by kernels of their own.
+_NUM_TOKENS_OF_MANY = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +189,8 @@ class ModelRunner:
             self.wire.zero_()
             for num_lanes in sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND}):
                 self._decode_step(num_lanes)
-        num_tokens = min(MAX_SMALL_ROWS + 1, self.settings.config.max_num_batched_tokens)
-        self.run(_dummy_prefill([min(num_tokens, self.settings.max_model_len - 1)]))
+        limits = (self.settings.config.max_num_batched_tokens, self.settings.max_model_len - 1)
+        self.run(_dummy_prefill([min(_NUM_TOKENS_OF_MANY, *limits)]))
         self.tokens.zero_()
         self.row_state.last_tokens.zero_()
 
