@@ -3,7 +3,7 @@
 A matrix product can be cut in two ways. *Column parallel*: each rank holds some of the output
 features and nothing needs to be exchanged. *Row parallel*: each rank holds some of the input
 features and the partial products are summed over the ranks. Qwen3's attention and feed-forward
-each pair one of either kind, so a block costs two all-reduces.
+each pair one of either kind, so a block costs two sums, which it leaves to the norms that follow.
 
 Each parameter carries its `weight_loader`, which copies this rank's slice of a checkpoint tensor
 into it; rank and size come from the Communicator given at construction, never from a look-up.
@@ -210,7 +210,10 @@ def num_kv_heads_of_rank(num_kv_heads: int, size: int) -> int:
 
 
 class RowParallelLinear(LinearBase):
-    """Each rank holds `in_features / size` input features; the products are summed over ranks."""
+    """Each rank holds `in_features / size` input features; the products are summed over ranks.
+
+    With `reduce_results` False the sum is left to the caller.
+    """
 
     def __init__(
         self,
@@ -220,8 +223,10 @@ class RowParallelLinear(LinearBase):
         dtype: torch.dtype,
         tp: Communicator,
         bias: bool = False,
+        reduce_results: bool = True,
     ) -> None:
         self.tp = tp
+        self.reduce_results = reduce_results
         shard = divide(in_features, tp.size, "input features")
         super().__init__(shard, out_features, bias=bias, dtype=dtype)
 
@@ -237,7 +242,8 @@ class RowParallelLinear(LinearBase):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, by rank 0, because the sum runs over all ranks.
         bias = self.bias if self.tp.rank == 0 else None
-        return self.tp.all_reduce(narrowing_linear(x, self.weight, bias))
+        product = narrowing_linear(x, self.weight, bias)
+        return self.tp.all_reduce(product) if self.reduce_results else product
 
 
 def narrowing_linear(

@@ -55,6 +55,7 @@ class Qwen3Attention(nn.Module):
             bias=config.attention_bias,
             dtype=dtype,
             tp=tp,
+            reduce_results=False,
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, dtype=dtype)
@@ -93,7 +94,11 @@ class Qwen3MLP(nn.Module):
             config.hidden_size, [config.intermediate_size] * 2, dtype=dtype, tp=tp
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, dtype=dtype, tp=tp
+            config.intermediate_size,
+            config.hidden_size,
+            dtype=dtype,
+            tp=tp,
+            reduce_results=False,
         )
         self.act_fn = SiluAndMul()
 
@@ -102,7 +107,11 @@ class Qwen3MLP(nn.Module):
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Attention and feed-forward, each on the normed residual stream."""
+    """Attention and feed-forward, each on the normed residual stream.
+
+    Under tensor parallelism either leaves each rank with a part of its result. The next norm sums
+    the parts, because sum, residual and norm can be one kernel.
+    """
 
     def __init__(
         self,
@@ -115,9 +124,11 @@ class Qwen3DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Qwen3Attention(config, rotary_emb, backend, dtype, tp)
         self.mlp = Qwen3MLP(config, dtype, tp)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.input_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, dtype=dtype, tp=tp, turn=1
+        )
         self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, dtype=dtype
+            config.hidden_size, config.rms_norm_eps, dtype=dtype, tp=tp, turn=0
         )
 
     def forward(
@@ -159,7 +170,7 @@ class Qwen3Model(nn.Module):
             Qwen3DecoderLayer(config, rotary_emb, backend, dtype, tp)
             for _ in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, tp=tp, turn=1)
         # The residual is added before any all-reduce could be, and there is no place for a bias.
         self._can_fuse = tp.size == 1 and not config.attention_bias and dtype != torch.float32
 

@@ -14,6 +14,7 @@ import os
 import sys
 import warnings
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,15 @@ from nanovllm.utils.peer_all_reduce import PeerAllReduce
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+class SumAndNorm(Protocol):
+    """Who may take a sum over the ranks together with the norm that follows it."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, turn: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None: ...
+    def describe(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Communicator:
     """One rank of a tensor-parallel group."""
@@ -32,6 +42,7 @@ class Communicator:
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: a lone rank, or a shard built for a test
     peers: PeerAllReduce | None = None  # None: the group sums tensors of every size
+    peer_norm: SumAndNorm | None = None  # None: a sum and the norm that follows are two kernels
 
     def __post_init__(self) -> None:
         assert 0 <= self.rank < self.size, f"rank {self.rank} of {self.size}"
@@ -65,9 +76,11 @@ class Communicator:
     @property
     def all_reduce_name(self) -> str:
         """Who sums: "gloo", "nccl", or who up to which size; "" for a lone rank."""
-        if self.peers is not None:
-            return self.peers.describe()
-        return "" if self.group is None else dist.get_backend(self.group)
+        if self.group is None:
+            return ""
+        name = dist.get_backend(self.group) if self.peers is None else self.peers.describe()
+        fused = "" if self.peer_norm is None else self.peer_norm.describe()
+        return ", ".join(part for part in (fused, name) if part)
 
 
 def join_group(rank: int, size: int, device_type: str, path: str) -> Communicator:

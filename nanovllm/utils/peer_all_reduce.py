@@ -22,7 +22,7 @@ MAX_BYTES = 8 << 20  # of a tensor; beyond it NCCL is at the speed of the links
 _NUM_ROWS = (1, 8, 32, 64, 128, 256, 512)  # sizes that are measured
 _NUM_CALLS = 20  # in a measured graph
 _NUM_REPLAYS = 10
-_ATOL_OF_MAX = 2e-2  # bf16 keeps 8 bits, and the order of the sum differs
+ATOL_OF_MAX = 2e-2  # bf16 keeps 8 bits, and the order of the sum differs
 
 
 class Choice(NamedTuple):
@@ -64,8 +64,8 @@ class PeerAllReduce:
         device = torch.device("cuda", torch.cuda.current_device())
         self._buffer = symm_mem.empty(max_elements, dtype=dtype, device=device)
         symm_mem.rendezvous(self._buffer, self._name)
-        sizes = [rows for rows in _NUM_ROWS if rows < max_rows] + [max_rows]
-        self.choices = self._choose([rows * row_elements for rows in sizes], max_elements)
+        sizes = [num_rows * row_elements for num_rows in measured_rows(max_rows)]
+        self.choices = self._choose(sizes, max_elements)
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The sum of the ranks' tensors, a new tensor; None where NCCL should do it."""
@@ -117,18 +117,23 @@ class PeerAllReduce:
             num_elements, generator=generator, dtype=self._dtype, device=self._buffer.device
         )
         expected = self._nccl(tensor.clone())
-        times_us = [_time_us(lambda: self._nccl(tensor))]
+        times = [time_us(lambda: self._nccl(tensor))]
         for run in (self._one_shot, self._two_shot):
             tensor.normal_(generator=generator)
             expected = self._nccl(tensor.clone())
             error = (run(tensor) - expected).abs().max()
-            is_right = bool(error <= _ATOL_OF_MAX * expected.abs().max())
-            time_us = _time_us(lambda run=run: run(tensor))  # type: ignore[misc]
-            times_us.append(time_us if is_right else float("inf"))
-        return torch.tensor(times_us, device=self._buffer.device)
+            is_right = bool(error <= ATOL_OF_MAX * expected.abs().max())
+            time = time_us(lambda run=run: run(tensor))  # type: ignore[misc]
+            times.append(time if is_right else float("inf"))
+        return torch.tensor(times, device=self._buffer.device)
 
 
-def _time_us(run: Callable[[], torch.Tensor]) -> float:
+def measured_rows(max_rows: int) -> list[int]:
+    """Batch sizes to measure, ascending, the last one `max_rows`."""
+    return [num_rows for num_rows in _NUM_ROWS if num_rows < max_rows] + [max_rows]
+
+
+def time_us(run: Callable[[], object]) -> float:
     """Microseconds of one call inside a CUDA graph, where decode steps make it."""
     run()
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ FILES = (
     "test_sampling_kernel.py",
     "test_gemm_kernels.py",
     "test_row_state_kernels.py",
+    "test_all_reduce_norm_kernel.py",
 )
 
 
