@@ -1,10 +1,22 @@
 """Sum, residual and norm over inboxes that are ordinary tensors: one rank at a time, the others'
-rows already there.
+rows already there; then two processes that hand rows to one another.
 """
+
+import mmap
+import multiprocessing
+import random
+import time
 
 import pytest
 import torch
-from compiling import CAPABILITIES, DEVICE, compile_for, needs_compiler, needs_launch
+from compiling import (
+    CAPABILITIES,
+    DEVICE,
+    IS_INTERPRETED,
+    compile_for,
+    needs_compiler,
+    needs_launch,
+)
 
 from nanovllm.kernels.all_reduce_norm import (
     EMPTY,
@@ -132,6 +144,46 @@ def test_nan_that_looks_like_no_data_is_pushed_as_another(dtype: torch.dtype) ->
     pushed = inboxes[1].own[0, 0, :1]
     assert (pushed != EMPTY).all()
     assert pushed.view(dtype).isnan().nonzero().tolist() == [[0, 7]]
+
+
+def run_many_calls(rank: int, memory: list[mmap.mmap]) -> None:
+    """One of two ranks that make the same random calls, each late now and then."""
+    shape, hidden = inbox_shape(2, MAX_ROWS, 64), 64
+    own = [torch.frombuffer(each, dtype=torch.int32)[: 4 * MAX_ROWS * 64] for each in memory]
+    own = [each.view(shape) for each in own]
+    addresses = [[each[turn].data_ptr() for each in own] for turn in range(2)]
+    inbox = Inbox(own[rank], torch.tensor(addresses), rank)
+    dice, own_dice = random.Random(0), random.Random(rank)
+    weight = torch.ones(hidden)
+    for call in range(100):
+        num_rows = dice.randint(1, MAX_ROWS)
+        parts = torch.randn(2, num_rows, hidden, generator=torch.Generator().manual_seed(call))
+        residual = parts[0].clone()
+        expected = all_reduce_add_rms_norm_torch(parts, residual.clone(), weight, EPS)
+        if own_dice.random() < 0.2:
+            time.sleep(0.01 * own_dice.random())
+        found = all_reduce_add_rms_norm(inbox, call % 2, parts[rank], residual, weight, EPS)
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(not IS_INTERPRETED, reason="needs TRITON_INTERPRET=1: kernels of two processes")
+def test_two_processes_hand_rows_to_one_another() -> None:
+    """Whoever is late; the inboxes are empty in the end."""
+    memory = [mmap.mmap(-1, 4 * 4 * MAX_ROWS * 64) for _ in range(2)]
+    for each in memory:
+        each[:] = b"\xff" * len(each)  # EMPTY
+    context = multiprocessing.get_context("fork")
+    ranks = [
+        context.Process(target=run_many_calls, args=(rank, memory), daemon=True)
+        for rank in range(2)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0]
+    assert all(each[:] == b"\xff" * len(each) for each in memory), "a row was left in an inbox"
 
 
 def test_what_does_not_fit_raises_naming_both() -> None:
