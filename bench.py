@@ -145,7 +145,9 @@ def add_engine_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-model-len", type=int, help="default: 4096 or the model's")
     group.add_argument("--max-num-seqs", type=int, default=512)
     group.add_argument("--max-num-batched-tokens", type=int, default=16384)
-    group.add_argument("--max-num-mixed-tokens", type=int, default=0, help="0: no mixed steps")
+    group.add_argument(
+        "--max-num-mixed-tokens", type=int, help="0: no mixed steps; default: by the model's size"
+    )
     group.add_argument("--tp", type=int, default=1, help="tensor_parallel_size")
     group.add_argument("--backend", default="auto", help="attention_backend")
     group.add_argument("--device", default="auto")
@@ -236,6 +238,7 @@ def describe(args: argparse.Namespace, llm: LLM) -> dict[str, object]:
         "decode_backend": stats.decode_backend,
         "graph_batch_sizes": list(stats.graph_batch_sizes),
         **flags,
+        "max_num_mixed_tokens": stats.max_num_mixed_tokens,
     }
 
 

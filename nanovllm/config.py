@@ -50,8 +50,8 @@ class Config:
     max_model_len: int | None = None  # prompt + output tokens; None: min(4096, the model's)
     max_num_seqs: int = 512  # sequences that run at once
     max_num_batched_tokens: int = 16384  # tokens of one prefill step
-    max_num_mixed_tokens: int = 0  # tokens of a step of prompt chunks and decode lanes; 0: no such
-    # steps, which is faster as long as they can't be replayed from a graph (README)
+    max_num_mixed_tokens: int | None = None  # tokens of a step of prompt chunks and decode lanes;
+    # 0: no such steps; None: as many as were measured to be fastest for the model's size
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use
     kvcache_block_size: int = 256  # tokens
     num_kvcache_blocks: int | None = None  # None: what fits
@@ -68,7 +68,7 @@ class Config:
         self._check_int("kvcache_block_size", minimum=1)
         self._check_int("seed", minimum=0, maximum=2**63 - 1)
         self._check_int("max_model_len", minimum=2, optional=True)
-        self._check_int("max_num_mixed_tokens", minimum=0)
+        self._check_int("max_num_mixed_tokens", minimum=0, optional=True)
         self._check_int("num_kvcache_blocks", minimum=1, optional=True)
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))

@@ -76,6 +76,15 @@ class ModelConfig:
             eos_token_ids=eos_token_ids(fields),
         )
 
+    @property
+    def num_layer_weights(self) -> int:
+        """Elements of all layers' matrices."""
+        q_width, kv_width = (
+            heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads)
+        )
+        attention = self.hidden_size * (2 * q_width + 2 * kv_width)
+        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
 
 def read_config(folder: Path) -> dict[str, object]:
     """The fields of `folder`/config.json as they stand; see `ModelConfig.from_folder`."""

@@ -168,5 +168,6 @@ class EngineStats:
     prefill_backend: str = ""
     decode_backend: str = ""
     graph_batch_sizes: tuple[int, ...] = ()  # captured decode graphs; () = eager
+    max_num_mixed_tokens: int = 0  # of steps of prompt chunks and decode lanes; 0: no such steps
     startup_s: tuple[tuple[str, float], ...] = ()  # (what start-up was spent on, seconds)
     all_reduce: str = ""  # who sums over the ranks, up to which size; "" on one rank

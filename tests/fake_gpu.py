@@ -117,6 +117,25 @@ class _FakeRing:
         return source.numpy().copy(), SimpleNamespace(synchronize=lambda: None)
 
 
+class _FakeSlots:
+    """StepSlots of a device that shares the host's memory."""
+
+    def __init__(self, num_words: int, num_tokens: int, device: torch.device) -> None:
+        self.wires = torch.zeros(1, num_words, dtype=torch.int32)
+        self.tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
+        self.turn = torch.zeros(1, dtype=torch.int32)
+        self.num_words = num_words
+
+    def fill(self, wire: np.ndarray) -> None:
+        self.wires[0, : len(wire)] = torch.from_numpy(wire)
+
+    def launched(self) -> tuple[np.ndarray, SimpleNamespace]:
+        return self.tokens[0].numpy(), SimpleNamespace(synchronize=lambda: None)
+
+    def resync(self) -> None:
+        pass
+
+
 @contextmanager
 def cuda_on_cpu() -> Iterator[CpuAsGpu]:
     """Let a ModelRunner believe in a GPU."""
@@ -127,4 +146,5 @@ def cuda_on_cpu() -> Iterator[CpuAsGpu]:
         patch.setattr(torch.cuda, "empty_cache", lambda: None)
         for module in ("model_runner", "second_pass"):
             patch.setattr(f"nanovllm.engine.{module}.PinnedRing", _FakeRing)
+        patch.setattr("nanovllm.engine.model_runner.StepSlots", _FakeSlots)
         yield mode

@@ -8,7 +8,8 @@ this step runs. The whole batch travels as one int32 array (`to_wire`, `from_wir
 array is the pinned buffer that is copied to the device, between processes the same bytes go through
 shared memory, and nothing is pickled.
 
-The rest of the module is the arithmetic that turns lanes into flat tokens: `flatten`, `slots_of`. A
+The rest of the module is arithmetic: how many prompt tokens ride in a *mixed* step, of prompt
+chunks and decode lanes, and how lanes turn into flat tokens (`flatten`, `slots_of`). A
 *slot* is the place of one token in the KV cache, block * block_size + offset; a slot_mapping is the
 list of slots that a step's new keys and values are stored to.
 """
@@ -21,6 +22,11 @@ import numpy as np
 HEADER_WORDS = 6  # of the wire; the kernels of `row_state` read the same layout
 NEW_ROW_WORDS = 4
 NEW_BLOCK_WORDS = 3
+
+# A mixed step may be captured, and a captured step has room for a fixed number of prompts.
+MAX_MIXED_PREFILLS = 16
+_MIN_PROMPT_SHARE = 4  # a quarter of a mixed step is for prompts, however many sequences decode
+_NUM_MIXED_SHAPES = 8  # decode lanes are counted in eighths of a mixed step
 
 
 def _empty(*shape: int) -> np.ndarray:
@@ -64,6 +70,13 @@ class ScheduledBatch:
     def total_num_tokens(self) -> int:
         """Tokens that the network runs this step."""
         return len(self.prompt_tokens) + self.num_decodes
+
+    @property
+    def num_wire_words(self) -> int:
+        """Length of `to_wire`."""
+        arrays = (self.rows, self.starts, self.num_tokens, self.new_rows, self.new_blocks)
+        num_words = sum(array.size for array in (*arrays, self.prompt_tokens, self.row_params))
+        return HEADER_WORDS + num_words
 
     def to_wire(self) -> np.ndarray:
         """The batch as one flat int32 array."""
@@ -164,6 +177,22 @@ def slots_of(
     """Cache slots of tokens, each given by its row and its position in the sequence."""
     blocks = block_tables[rows, positions // block_size]
     return blocks * block_size + positions % block_size
+
+
+def mixed_granularity(max_num_mixed_tokens: int) -> int:
+    """Decode lanes by which the shapes of mixed steps differ."""
+    return max(1, max_num_mixed_tokens // _NUM_MIXED_SHAPES)
+
+
+def num_mixed_prompt_tokens(num_decodes: int, max_num_mixed_tokens: int) -> int:
+    """Prompt tokens that ride with so many decode lanes.
+
+    What the lanes leave of a mixed step, the lanes rounded up so that few shapes need to be
+    captured; but at least a quarter, so that prompts never starve.
+    """
+    granularity = mixed_granularity(max_num_mixed_tokens)
+    num_rounded = -(-num_decodes // granularity) * granularity
+    return max(max_num_mixed_tokens - num_rounded, max_num_mixed_tokens // _MIN_PROMPT_SHARE, 1)
 
 
 def apply_new_blocks(batch: ScheduledBatch, block_tables: np.ndarray) -> None:

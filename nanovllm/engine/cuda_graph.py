@@ -1,9 +1,13 @@
-"""Captured decode steps: one graph launch in place of some three hundred kernel launches.
+"""Captured steps: one graph launch in place of some three hundred kernel launches.
 
 A graph fixes shapes and addresses, so decode is captured at a ladder of batch sizes that ends at
 exactly max_num_seqs, and a batch replays the smallest that holds it. What varies between replays
 is read from memory that keeps its address: the step's wire array and the row state. Padded lanes
 use the spare row; their slot is -1, so they store nothing.
+
+Mixed steps are captured too, with room for a few prompts beside the decode lanes. Their ladder is
+coarse because their tokens are what the scheduler makes of it: prompt chunks fill what the decode
+lanes leave (`batch.num_mixed_prompt_tokens`), so hardly anything is padding.
 """
 
 import gc
@@ -11,6 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
+
+from nanovllm.engine.batch import (
+    MAX_MIXED_PREFILLS,
+    ScheduledBatch,
+    mixed_granularity,
+    num_mixed_prompt_tokens,
+)
+from nanovllm.kernels.row_state import StepShape
 
 # Spaced so that padding costs little where it matters: below 64 lanes a step's time hardly depends
 # on the lanes, above it attention does, and padded lanes have no context to read.
@@ -24,28 +36,51 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in (*_SIZES, *beyond) if size < max_num_seqs] + [max_num_seqs]
 
 
+def decode_shapes(max_num_seqs: int) -> list[StepShape]:
+    """Shapes of steps that only decode."""
+    return [StepShape(0, 0, size) for size in graph_sizes(max_num_seqs)]
+
+
+def mixed_shapes(max_num_seqs: int, max_num_mixed_tokens: int) -> list[StepShape]:
+    """Shapes of steps of prompt chunks and decode lanes; [] if there are no such steps."""
+    if not max_num_mixed_tokens:
+        return []
+    # As long as every further lane takes room from the prompts, and beyond it as for decode.
+    granularity = mixed_granularity(max_num_mixed_tokens)
+    sizes = [*range(granularity, max_num_mixed_tokens, granularity)]
+    sizes += [size for size in graph_sizes(max_num_seqs) if size >= max_num_mixed_tokens]
+    sizes = [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+    return [
+        StepShape(MAX_MIXED_PREFILLS, num_mixed_prompt_tokens(size, max_num_mixed_tokens), size)
+        for size in sizes
+    ]
+
+
 @cache
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """One stream for all captures of a device: cuBLAS keeps a workspace for every stream it saw."""
     return torch.cuda.Stream(device)
 
 
-class DecodeGraphs:
-    """One captured graph for each batch size; addresses never change after capture."""
+class StepGraphs:
+    """One captured graph for each shape of step; addresses never change after capture."""
 
-    def __init__(self, sizes: Sequence[int], run: Callable[[int], None]) -> None:
-        """Capture `run(size)` for each of `sizes`.
+    def __init__(self, shapes: Sequence[StepShape], run: Callable[[StepShape], None]) -> None:
+        """Capture `run(shape)` for each of `shapes`.
 
         Args:
-            sizes: Batch sizes.
-            run: Launches the work of a step of so many lanes on the current stream, allocating
-                nothing that outlives it.
+            shapes: What batches are padded to.
+            run: Launches the work of a step of a shape on the current stream, allocating nothing
+                that outlives it.
 
         Raises:
             RuntimeError: A capture failed. The process is left as it was.
         """
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.sizes = sorted(sizes)
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+        self._decodes = sorted(shape for shape in shapes if not shape.num_prefills)
+        self._mixed = sorted(
+            (shape for shape in shapes if shape.num_prefills), key=lambda shape: shape.num_decodes
+        )
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         rng_state = generator.clone_state()
         try:
@@ -56,33 +91,51 @@ class DecodeGraphs:
             generator.graphsafe_set_state(rng_state)
             raise
 
-    def size_for(self, num_lanes: int) -> int | None:
-        """The smallest captured size that holds `num_lanes`; None if none does."""
-        return next((size for size in self.sizes if size >= num_lanes), None)
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes of steps that only decode, ascending."""
+        return [shape.num_decodes for shape in self._decodes]
 
-    def replay(self, size: int) -> None:
-        """Enqueue the step captured for `size` lanes."""
-        self._graphs[size].replay()
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._graphs
+
+    def shape_for(self, batch: ScheduledBatch) -> StepShape | None:
+        """The smallest captured shape that holds `batch`; None if none does."""
+        num_prefills, num_tokens = batch.num_prefills, len(batch.prompt_tokens)
+        for shape in self._mixed if num_prefills else self._decodes:
+            if (
+                shape.num_decodes >= batch.num_decodes
+                and shape.num_prefill_tokens >= num_tokens
+                and shape.num_prefills >= num_prefills
+            ):
+                return shape
+        return None
+
+    def replay(self, shape: StepShape) -> None:
+        """Enqueue the step captured for `shape`."""
+        self._graphs[shape].replay()
 
     def release(self) -> None:
         """Give the graphs and their memory back. No replay after this."""
-        self.sizes = []
+        self._decodes, self._mixed = [], []
         self._graphs.clear()
 
-    def _capture(self, run: Callable[[int], None]) -> None:
+    def _capture(self, run: Callable[[StepShape], None]) -> None:
         # A collection during capture could free tensors of another stream's graph.
         gc.collect()
         stream = _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         pool = None
         with torch.cuda.stream(stream):
-            # Largest size first: later captures reuse its memory pool.
-            for size in reversed(self.sizes):
-                run(size)  # eagerly once, so that nothing compiles or sets up inside the capture
+            # Largest first: later captures reuse its memory pool.
+            for shape in sorted(
+                (*self._decodes, *self._mixed), key=lambda shape: shape.num_tokens, reverse=True
+            ):
+                run(shape)  # eagerly once, so that nothing compiles or sets up inside the capture
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream):
-                    run(size)
+                    run(shape)
                 pool = pool or graph.pool()
-                self._graphs[size] = graph
+                self._graphs[shape] = graph
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()

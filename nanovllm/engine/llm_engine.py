@@ -87,6 +87,7 @@ class LLMEngine:
         marks = [time.perf_counter()]
         settings = resolve_settings(config)
         self.model_config, self.max_model_len = settings.model_config, settings.max_model_len
+        self._max_num_mixed_tokens = settings.max_num_mixed_tokens
         self.tokenizer = _load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         self.eos_token_ids = stop_token_ids(
@@ -142,7 +143,7 @@ class LLMEngine:
         try:
             for request in requests:
                 self._number(request)
-            if self.config.max_num_mixed_tokens:
+            if self._max_num_mixed_tokens:
                 requests = sorted(requests, key=_longest_first)
             for request in requests:
                 for sample in request.samples:
@@ -415,6 +416,7 @@ class LLMEngine:
             dtype=runner.settings.dtype_name if runner else "",
             prefill_backend=runner.backend.prefill_name if runner else "",
             decode_backend=runner.backend.decode_name if runner else "",
+            max_num_mixed_tokens=self._max_num_mixed_tokens,
             graph_batch_sizes=tuple(runner.graphs.sizes) if runner and runner.graphs else (),
             startup_s=self._startup_s,
             all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
@@ -457,7 +459,7 @@ class LLMEngine:
             block_size=config.kvcache_block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_mixed_tokens=config.max_num_mixed_tokens,
+            max_num_mixed_tokens=self._max_num_mixed_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._in_flight = None

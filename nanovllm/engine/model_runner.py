@@ -2,7 +2,7 @@
 
 The runner knows rows and blocks, never sequences: everything it is told is in `ScheduledBatch`.
 What it must remember between steps, it remembers by row, on the device (`kernels.row_state`), so
-that a decode step uploads only what changed and, with graphs, is one copy and one replay.
+that a decode step is told only what changed and, with graphs, is one launch.
 
 `launch` enqueues a step and returns at once; `wait` on what it returns reads the tokens. On CPU a
 step is done when `launch` returns, and everything else is the same.
@@ -18,20 +18,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanovllm.engine.batch import ScheduledBatch, apply_new_blocks, flatten, new_row
-from nanovllm.engine.cuda_graph import DecodeGraphs, graph_sizes
+from nanovllm.engine.batch import (
+    HEADER_WORDS,
+    NEW_BLOCK_WORDS,
+    NEW_ROW_WORDS,
+    ScheduledBatch,
+    apply_new_blocks,
+    flatten,
+    new_row,
+)
+from nanovllm.engine.cuda_graph import StepGraphs, decode_shapes, mixed_shapes
 from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.kernels.compiling import compile_launches
 from nanovllm.kernels.gemm import ROWS_OF_EACH_KIND
 from nanovllm.kernels.row_state import (
-    DecodeInputs,
     RowState,
+    StepBuffers,
+    StepShape,
     apply_updates,
     apply_updates_torch,
-    decode_inputs,
-    decode_inputs_torch,
+    commit_tokens,
+    fetch_wire,
+    step_inputs,
+    step_inputs_torch,
 )
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backend import AttentionBackend, select_backend
@@ -42,7 +53,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
-from nanovllm.utils.pinned import PinnedRing
+from nanovllm.utils.pinned import PinnedRing, StepSlots
 
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
@@ -58,6 +69,7 @@ class StepInputs:
     input_ids: torch.Tensor  # (tokens,) int32
     positions: torch.Tensor  # (tokens,) int32
     rows: torch.Tensor  # (lanes,) int64
+    ends: torch.Tensor  # (lanes,) int32 position of the token to draw
     temperatures: torch.Tensor  # (lanes,) float32
     seeds: torch.Tensor  # (lanes,) int64
     context: Context
@@ -117,7 +129,7 @@ class ModelRunner:
         else:
             load_model(self.model, settings.folder)
         self.sampler = Sampler(self.tp, self.model.lm_head.vocab_start)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         self.kv_cache: torch.Tensor | None = None
         self.compile_s = 0.0  # what `compile_kernels` took
         self._allocate_buffers()
@@ -133,23 +145,37 @@ class ModelRunner:
             self.model.lm_head, self.row_state, self.settings.max_model_len
         )
         self._prompt_hidden_states: torch.Tensor | None = None
-        self.inputs = DecodeInputs.allocate(self.max_num_seqs, max_blocks, self.device)
+        shapes = self._shapes()
+        max_tokens = max(shape.num_tokens for shape in shapes)
+        max_lanes = max(shape.num_lanes for shape in shapes)
+        self.inputs = StepBuffers.allocate(max_tokens, max_lanes, max_blocks, self.device)
         self.decode_plan = self._allocate_plan() if self.backend.needs_plan else None
         if self.device.type == "cuda":
-            # A decode step: header, row and start of each lane, at most one new block a lane.
-            wire_words = 6 + 5 * self.max_num_seqs
+            # Header; row and start of each lane, and a new block, which a decode lane gains now and
+            # then; of the prompts in a mixed step their tokens, rows and tables.
+            wire_words = HEADER_WORDS + (2 + NEW_BLOCK_WORDS) * max_lanes
+            max_prefills = max(shape.num_prefills for shape in shapes)
+            wire_words += max_prefills * (1 + NEW_ROW_WORDS + NEW_BLOCK_WORDS * max_blocks)
+            wire_words += max(shape.num_prefill_tokens for shape in shapes)
+            self.slots = StepSlots(wire_words, max_lanes, self.device)
             self.wire = torch.zeros(wire_words, dtype=torch.int32, device=self.device)
-            self.tokens = torch.zeros(self.max_num_seqs, dtype=torch.int32, device=self.device)
+            self.tokens = torch.zeros(max_lanes, dtype=torch.int32, device=self.device)
             # Fixed, so that what a graph leaves there can be read by the second pass.
             self.logits = torch.zeros(
-                self.max_num_seqs,
+                max_lanes,
                 self.model.lm_head.num_rows,
                 dtype=self.settings.dtype,
                 device=self.device,
             )
-            self.wire_uploads = PinnedRing(wire_words)
-            self.uploads = PinnedRing(wire_words)  # of steps with prompt tokens
-            self.downloads = PinnedRing(self.max_num_seqs)
+            self.uploads = PinnedRing(wire_words)  # of steps that read no slot
+            self.downloads = PinnedRing(max_lanes)
+
+    def _shapes(self) -> list[StepShape]:
+        """Shapes of steps that may be captured."""
+        max_num_mixed_tokens = self.settings.max_num_mixed_tokens
+        return decode_shapes(self.max_num_seqs) + mixed_shapes(
+            self.max_num_seqs, max_num_mixed_tokens
+        )
 
     def _allocate_plan(self) -> "DecodePlan":
         from nanovllm.kernels.decode_attention import DecodePlan
@@ -184,11 +210,11 @@ class ModelRunner:
         """
         with torch.autocast(self.device.type, enabled=False):
             self.second_pass.warmup(
-                StepResult(self.logits[:1], self.inputs.context_lens[:1], self.tokens[:1], None)
+                StepResult(self.logits[:1], self.inputs.ends[:1], self.tokens[:1], None)
             )
             self.wire.zero_()
             for num_lanes in sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND}):
-                self._decode_step(num_lanes)
+                self._run_shape(StepShape(0, 0, num_lanes))
         limits = (self.settings.config.max_num_batched_tokens, self.settings.max_model_len - 1)
         self.run(_dummy_prefill([min(_NUM_TOKENS_OF_MANY, *limits)]))
         self.tokens.zero_()
@@ -215,7 +241,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.second_pass.warmup(
-                    StepResult(self.logits, self.inputs.context_lens, self.tokens, None)
+                    StepResult(self.logits, self.inputs.ends, self.tokens, None)
                 )
 
     def allocate_kv_cache(self) -> int:
@@ -305,28 +331,30 @@ class ModelRunner:
             return 0
         torch.cuda.synchronize()
         free_before, _ = torch.cuda.mem_get_info()
-        graphs = self._try_capture([self.max_num_seqs])
+        shapes = self._shapes()
+        graphs = self._try_capture([max(shapes, key=lambda shape: shape.num_tokens)])
         free_after, _ = torch.cuda.mem_get_info()
         if graphs is not None:
             graphs.release()
         torch.cuda.empty_cache()
         # Later, smaller captures share its pool, but each graph's own nodes take some memory too.
-        num_sizes = len(graph_sizes(self.max_num_seqs))
-        return max(free_before - free_after, 0) + num_sizes * (8 << 20)
+        return max(free_before - free_after, 0) + len(shapes) * (8 << 20)
 
     def capture_cudagraph(self) -> None:
-        """Capture decode steps for a ladder of batch sizes, or leave decode eager."""
+        """Capture a ladder of step shapes, or leave those steps eager."""
         if self._wants_graphs:
-            self.graphs = self._try_capture(graph_sizes(self.max_num_seqs))
+            self.graphs = self._try_capture(self._shapes())
 
-    def _try_capture(self, sizes: list[int]) -> DecodeGraphs | None:
-        self.wire.zero_()  # a step without lanes: all of them are padding
+    def _try_capture(self, shapes: list[StepShape]) -> StepGraphs | None:
+        self.slots.clear()  # steps without lanes: all of them are padding
         try:
             with torch.inference_mode():
-                return DecodeGraphs(sizes, self._decode_step)
+                return StepGraphs(shapes, self._run_shape)
         except RuntimeError as error:
             warnings.warn(f"CUDA graph capture failed, decoding eagerly: {error}", stacklevel=2)
             return None
+        finally:
+            self.slots.resync()
 
     # ------------------------------------------------------------------ steps
 
@@ -344,12 +372,12 @@ class ModelRunner:
             apply_new_blocks(batch, self.block_tables)
         if len(batch.new_rows):
             self.second_pass.take(batch)
-        if batch.num_prefills:
-            result = self._run_step(self.prepare_prefill(batch))
-        elif self.device.type == "cpu":
-            result = self._run_step(self.prepare_decode(batch))
-        else:
-            result = self._launch_decode(batch)
+        if self.device.type == "cuda":
+            shape = self._shape_for(batch)
+            if shape is not None:
+                return self._launch_shape(batch, shape)
+        prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
+        result = self._run_step(prepare(batch))
         logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
         if self.device.type == "cpu":
             return PendingTokens(result.tokens.numpy(), None, logprobs)
@@ -394,13 +422,21 @@ class ModelRunner:
         if self.decode_plan is not None and batch.num_decodes:
             self.decode_plan.update(context_lens[num_prefills:].contiguous())
         return StepInputs(
-            input_ids, positions, rows, state.temperatures[rows], state.seeds[rows], context
+            input_ids,
+            positions,
+            rows,
+            context_lens,
+            state.temperatures[rows],
+            state.seeds[rows],
+            context,
         )
 
     def prepare_decode(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step of decode lanes only, read from the row state."""
         (wire,) = self._upload(batch.to_wire())
-        return self._decode_inputs(wire, batch.num_lanes, int(batch.starts.max()) + 1)
+        self._apply_updates(wire)
+        shape = StepShape(0, 0, batch.num_lanes)
+        return self._inputs_of(shape, wire, int(batch.starts.max()) + 1)
 
     def run_model(self, inputs: StepInputs) -> torch.Tensor:
         """Logits of each lane's last token: (lanes, this rank's vocabulary)."""
@@ -411,62 +447,81 @@ class ModelRunner:
 
     def _run_step(self, inputs: StepInputs) -> StepResult:
         """Run the network, draw a token for each lane and keep it as its row's newest."""
-        logits = self.run_model(inputs)
-        tokens = self.sampler(
-            logits, inputs.temperatures, inputs.seeds, inputs.context.context_lens
-        )
+        logits, tokens = self._draw(inputs)
         self.row_state.last_tokens.index_copy_(0, inputs.rows, tokens)
         hidden_states, self._prompt_hidden_states = self._prompt_hidden_states, None
-        return StepResult(logits, inputs.context.context_lens, tokens, hidden_states)
+        return StepResult(logits, inputs.ends, tokens, hidden_states)
 
-    def _launch_decode(self, batch: ScheduledBatch) -> StepResult:
-        """A decode step on CUDA: replayed where a graph holds it, else the same work eagerly."""
-        self.wire_uploads.upload(batch.to_wire(), self.wire)
-        size = self.graphs.size_for(batch.num_lanes) if self.graphs else None
-        if self.graphs is not None and size is not None:
-            self.graphs.replay(size)
+    def _draw(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.run_model(inputs)
+        return logits, self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.ends)
+
+    # ------------------------------------------------------------------ steps of fixed shape
+
+    def _shape_for(self, batch: ScheduledBatch) -> StepShape | None:
+        """What a step is padded to if it reads its slot; None: it is prepared by the host."""
+        shape = self.graphs.shape_for(batch) if self.graphs else None
+        if shape is None and not batch.num_prefills:
+            shape = StepShape(0, 0, batch.num_lanes)
+        is_too_long = batch.num_wire_words - len(batch.row_params) > self.slots.num_words
+        return None if self.second_pass.reads_prompts or is_too_long else shape
+
+    def _launch_shape(self, batch: ScheduledBatch, shape: StepShape) -> PendingTokens:
+        """A step that finds its wire in a slot: replayed if it was captured, else run eagerly."""
+        wire = batch.to_wire()
+        self.slots.fill(wire[: len(wire) - len(batch.row_params)])
+        if self.graphs is not None and shape in self.graphs:
+            self.graphs.replay(shape)
         else:
-            self._decode_step(batch.num_lanes, int(batch.starts.max()) + 1)
-        return StepResult(self.logits, self.inputs.context_lens, self.tokens, None)
+            self._run_shape(shape, int(batch.starts.max()) + 1)
+        tokens, event = self.slots.launched()
+        logprobs = None
+        if not self.second_pass.is_idle:
+            result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
+            logprobs = self.second_pass.run(batch, result)
+            tokens, event = self.downloads.download(self.tokens)
+        return PendingTokens(tokens[: batch.num_lanes], event, logprobs)
 
-    def _decode_step(self, num_lanes: int, max_context_len: int | None = None) -> None:
-        """What a decode graph holds: from the wire array in device memory to the tokens."""
-        max_context_len = max_context_len or self.settings.max_model_len
-        inputs = self._decode_inputs(self.wire, num_lanes, max_context_len)
-        self.tokens[:num_lanes] = self._run_step(inputs).tokens
+    def _run_shape(self, shape: StepShape, max_context_len: int | None = None) -> None:
+        """What a graph holds: from the slot's wire to the tokens in the slot."""
+        slots = self.slots
+        fetch_wire(slots.wires, slots.turn, self.wire)
+        self._apply_updates(self.wire)
+        inputs = self._inputs_of(shape, self.wire, max_context_len or self.settings.max_model_len)
+        _, tokens = self._draw(inputs)
+        commit_tokens(tokens, inputs.rows, self.row_state, self.tokens, slots.tokens, slots.turn)
 
-    def _decode_inputs(
-        self, wire: torch.Tensor, num_lanes: int, max_context_len: int
-    ) -> StepInputs:
-        self._apply_updates(wire)
-        inputs = self.inputs.lanes(num_lanes)
-        fill = decode_inputs if self.device.type == "cuda" else decode_inputs_torch
-        fill(wire, self.row_state, inputs, self.block_size)
+    def _inputs_of(self, shape: StepShape, wire: torch.Tensor, max_context_len: int) -> StepInputs:
+        """Inputs of a step of `shape`, in the fixed buffers."""
+        inputs = self.inputs.of(shape)
+        fill = step_inputs if self.device.type == "cuda" else step_inputs_torch
+        fill(wire, self.row_state, inputs, shape, self.block_size)
         if self.decode_plan is not None:
-            self.decode_plan.update(inputs.context_lens)
-        no_prefill = inputs.context_lens[:0]
+            self.decode_plan.update(inputs.context_lens[shape.num_prefills :])
         context = Context(
-            num_prefills=0,
-            num_prefill_tokens=0,
-            num_decodes=num_lanes,
+            num_prefills=shape.num_prefills,
+            num_prefill_tokens=shape.num_prefill_tokens,
+            num_decodes=shape.num_decodes,
             slot_mapping=inputs.slot_mapping,
             block_tables=inputs.block_tables,
             context_lens=inputs.context_lens,
-            cu_seqlens_q=no_prefill,
-            cu_seqlens_k=no_prefill,
-            max_seqlen_q=1,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            max_seqlen_q=max(shape.num_prefill_tokens, 1),
             max_seqlen_k=max_context_len,
-            logits_indices=None,
+            logits_indices=inputs.logits_indices if shape.num_prefills else None,
             decode_plan=self.decode_plan,
         )
+        is_cuda = self.device.type == "cuda"
         return StepInputs(
             inputs.input_ids,
             inputs.positions,
             inputs.rows,
+            inputs.ends,
             inputs.temperatures,
             inputs.seeds,
             context,
-            self.logits[:num_lanes] if self.device.type == "cuda" else None,
+            self.logits[: shape.num_lanes] if is_cuda else None,
         )
 
     def _apply_updates(self, wire: torch.Tensor) -> None:
@@ -510,9 +565,10 @@ class ModelRunner:
     # ------------------------------------------------------------------ end
 
     def synchronize(self) -> None:
-        """Wait for everything launched."""
+        """Wait for everything launched; what broke off is forgotten."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+            self.slots.resync()
 
     def exit(self) -> None:
         """Give memory back. Graphs first: they refer to everything else."""

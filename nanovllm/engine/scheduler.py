@@ -24,15 +24,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.batch import NEW_BLOCK_WORDS, NEW_ROW_WORDS, ScheduledBatch, new_row
+from nanovllm.engine.batch import (
+    MAX_MIXED_PREFILLS,
+    NEW_BLOCK_WORDS,
+    NEW_ROW_WORDS,
+    ScheduledBatch,
+    new_row,
+    num_mixed_prompt_tokens,
+)
 from nanovllm.engine.block_manager import Admission, BlockManager
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # Prefill steps that running sequences sit out before they decode one token: their wait is bounded
 # however long the queue of prompts is.
 MAX_PREFILLS_IN_A_ROW = 16
-# Share of a mixed step that prompts get at least, however many sequences decode.
-MIN_PROMPT_SHARE = 4  # a quarter
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 
@@ -256,41 +261,48 @@ class Scheduler:
 
     def _schedule_prefill(self) -> Step | None:
         """A step of waiting prompts alone."""
-        chunks = self._take_prompts(self.max_num_batched_tokens, chunks_any=False)
+        chunks = self._take_prompts(self.max_num_batched_tokens)
         return self._build_prefill(chunks) if chunks else None
 
     def _schedule_mixed(self, in_flight: bool) -> Step | None:
         """Every running sequence's next token, and prompt chunks in what the budget leaves.
 
         Reading the weights is most of a decode step of a large model, and a few hundred tokens more
-        read them no longer. Running sequences never wait for prompts here.
+        read them no longer. Running sequences never wait for prompts here; where none runs, there
+        is nothing to ride with, and prompts get a step of their own.
         """
         decodes = self._claim_decodes(in_flight)
         if decodes is None:
             return None
-        num_decodes, num_tokens = len(decodes.sequences), self.max_num_mixed_tokens
-        budget = max(num_tokens - num_decodes, num_tokens // MIN_PROMPT_SHARE)
-        budget = min(budget, self.max_num_batched_tokens - num_decodes)
-        chunks = self._take_prompts(budget, chunks_any=True)
-        step = None
+        num_decodes = len(decodes.sequences)
+        if not num_decodes:
+            return self._schedule_prefill()
+        budget = min(
+            num_mixed_prompt_tokens(num_decodes, self.max_num_mixed_tokens),
+            self.max_num_batched_tokens - num_decodes,
+        )
+        chunks = self._take_prompts(budget, MAX_MIXED_PREFILLS, chunks_any=True)
         if chunks:
             step = self._build_prefill(chunks, decodes)
-        elif num_decodes:
+        else:
             step = self._build_step(
                 decodes.sequences, decodes.rows, decodes.starts, decodes=decodes
             )
         decodes.advance()
         return step
 
-    def _take_prompts(self, budget: int, *, chunks_any: bool) -> list[_Chunk]:
+    def _take_prompts(
+        self, budget: int, max_prompts: int | None = None, *, chunks_any: bool = False
+    ) -> list[_Chunk]:
         """Admit waiting prompts in order, as far as tokens, rows and blocks go.
 
         Args:
             budget: Tokens.
+            max_prompts: None: any number.
             chunks_any: Whether the last prompt taken may be cut too; else only the first may.
         """
         chunks: list[_Chunk] = []
-        while self.waiting and budget > 0:
+        while self.waiting and budget > 0 and len(chunks) != max_prompts:
             seq = self.waiting[0]
             if seq.row is None:
                 admission = self._admission(seq)

@@ -173,7 +173,7 @@ class SecondPass:
 
     def warmup(self, result: StepResult) -> None:
         """Do the work that takes most memory once, so that the allocator keeps so much."""
-        num_rows = min(ROWS_PER_DRAW, len(result.logits))
+        num_rows = min(ROWS_PER_DRAW, len(result.logits), len(self._is_special))
         row = LogitsRow(SamplingParams(top_p=0.5, repetition_penalty=1.1))
         params = LogitsParams.of([row] * num_rows, self._lm_head.vocab_size, self._device)
         tokens = result.tokens[:num_rows]

@@ -15,6 +15,9 @@ from nanovllm.models import model_class
 from nanovllm.utils.model_folder import resolve_model_folder
 
 _DEFAULT_MAX_MODEL_LEN = 4096
+# Mixed steps pay where a decode step is mostly reading weights; see the README's notes.
+_MIXED_TOKENS = 256
+_MIN_BYTES_TO_MIX = 5 << 30  # weights of a rank's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class RunnerSettings:
     device_type: str  # "cuda" or "cpu"
     dtype_name: str  # "bfloat16", "float16" or "float32"
     max_model_len: int
+    max_num_mixed_tokens: int
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,6 +63,7 @@ def resolve_settings(config: Config) -> RunnerSettings:
         device_type=device_type,
         dtype_name=dtype_name,
         max_model_len=_resolve_max_model_len(config, model_config),
+        max_num_mixed_tokens=_resolve_mixed_tokens(config, model_config, device_type),
     )
 
 
@@ -86,6 +91,14 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
             "lower it"
         )
     return config.max_model_len
+
+
+def _resolve_mixed_tokens(config: Config, model_config: ModelConfig, device_type: str) -> int:
+    if config.max_num_mixed_tokens is not None:
+        return min(config.max_num_mixed_tokens, config.max_num_batched_tokens)
+    num_bytes = 2 * model_config.num_layer_weights // config.tensor_parallel_size
+    pays = device_type == "cuda" and not config.enforce_eager and num_bytes >= _MIN_BYTES_TO_MIX
+    return min(_MIXED_TOKENS, config.max_num_batched_tokens) if pays else 0
 
 
 def check_shardable(model_config: ModelConfig, size: int) -> None:

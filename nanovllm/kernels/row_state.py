@@ -1,17 +1,25 @@
 """What a rank remembers of running sequences between steps, by row, and how a step reads it.
 
 A decode step would be bound by the host if it uploaded every token and block table anew. So they
-stay on the device: the newest token of a row is written there by the sampler and read there by the
-next step, and only what the scheduler changed is uploaded. `apply_updates` enters the changes,
-`decode_inputs` turns rows into the flat inputs of a decode step, both straight from the wire form
-of `engine.batch.ScheduledBatch`, so that one captured graph serves every batch of its size.
+stay on the device: the newest token of a row is written there when it is drawn and read there by
+the next step, and only what the scheduler changed is told, in the wire form of
+`engine.batch.ScheduledBatch`. Four kernels frame a step, all of them inside its graph:
+`fetch_wire` takes the wire from the host's pinned memory, `apply_updates` enters the changes,
+`step_inputs` turns lanes into the flat inputs of the network, and `commit_tokens` leaves the tokens
+with their rows and sends them to the host. So a captured step costs the host one launch.
 
-The last row is a spare for the padded lanes of a graph: what they sample lands there.
+A captured step has room for so many prompt lanes, prompt tokens and decode lanes (`StepShape`), and
+what a batch doesn't use of it is padding. Prompt lanes and their tokens begin at 0, decode lanes
+and tokens behind the room for prompts: these are a lane's *place* in attention. Where one token a
+lane is drawn, lanes are numbered as in the batch, without gaps, the padding last.
+
+The last row is a spare for padded lanes: what they sample lands there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +28,26 @@ from nanovllm.kernels.optional_triton import tl, triton
 HEADER_WORDS = 6  # of the wire: prefills, decodes, new rows, new blocks, prompt tokens, parameters
 BLOCK_UPDATES = 128
 BLOCK_COLUMNS = 64
+BLOCK_TOKENS = 128
+BLOCK_LANES = 16
+BLOCK_WORDS = 1024
+FETCHING_PROGRAMS = 4
+
+
+class StepShape(NamedTuple):
+    """What a step has room for; a smaller batch is padded to it."""
+
+    num_prefills: int  # lanes
+    num_prefill_tokens: int
+    num_decodes: int  # lanes, and tokens
+
+    @property
+    def num_lanes(self) -> int:
+        return self.num_prefills + self.num_decodes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prefill_tokens + self.num_decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +72,188 @@ class RowState:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeInputs:
-    """Inputs of a decode step, lane by lane, at fixed addresses; all but two are int32."""
+class StepBuffers:
+    """Inputs of a step at fixed addresses. int32 where nothing else is said."""
 
-    rows: torch.Tensor  # (lanes,) int64 row of each lane; the spare one for padded lanes
-    input_ids: torch.Tensor  # (lanes,)
-    positions: torch.Tensor  # (lanes,)
-    slot_mapping: torch.Tensor  # (lanes,) -1 for padded lanes
-    context_lens: torch.Tensor  # (lanes,) 0 for padded lanes
+    input_ids: torch.Tensor  # (tokens,)
+    positions: torch.Tensor  # (tokens,)
+    slot_mapping: torch.Tensor  # (tokens,) -1 for padding
+    context_lens: torch.Tensor  # (places,) tokens that the lane's last query sees; 0 for padding
+    block_tables: torch.Tensor  # (places, max_blocks) only columns of used blocks are written
+    cu_seqlens_q: torch.Tensor  # (prefills + 1,) where the tokens of each prompt lane begin
+    cu_seqlens_k: torch.Tensor  # (prefills + 1,) the same for the keys they see
+    rows: torch.Tensor  # (lanes,) int64; the spare one for padding
+    ends: torch.Tensor  # (lanes,) position of the token to draw; 0 for padding
     temperatures: torch.Tensor  # (lanes,) float32
     seeds: torch.Tensor  # (lanes,) int64
-    block_tables: torch.Tensor  # (lanes, max_blocks) only columns of used blocks are written
+    logits_indices: torch.Tensor  # (lanes,) the lane's last token
 
     @classmethod
-    def allocate(cls, max_lanes: int, max_blocks: int, device: torch.device) -> DecodeInputs:
-        """Buffers for up to `max_lanes` lanes."""
+    def allocate(
+        cls, max_tokens: int, max_lanes: int, max_blocks: int, device: torch.device
+    ) -> StepBuffers:
+        """Buffers for steps of any shape of so many tokens and lanes."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            rows=zeros(max_lanes, dtype=torch.int64),
-            input_ids=zeros(max_lanes),
-            positions=zeros(max_lanes),
-            slot_mapping=zeros(max_lanes),
+            input_ids=zeros(max_tokens),
+            positions=zeros(max_tokens),
+            slot_mapping=zeros(max_tokens),
             context_lens=zeros(max_lanes),
+            block_tables=zeros(max_lanes, max_blocks),
+            cu_seqlens_q=zeros(max_lanes + 1),
+            cu_seqlens_k=zeros(max_lanes + 1),
+            rows=zeros(max_lanes, dtype=torch.int64),
+            ends=zeros(max_lanes),
             temperatures=zeros(max_lanes, dtype=torch.float32),
             seeds=zeros(max_lanes, dtype=torch.int64),
-            block_tables=zeros(max_lanes, max_blocks),
+            logits_indices=zeros(max_lanes),
         )
 
-    def lanes(self, num_lanes: int) -> DecodeInputs:
-        """Views of the first `num_lanes` lanes."""
-        return DecodeInputs(
-            rows=self.rows[:num_lanes],
-            input_ids=self.input_ids[:num_lanes],
-            positions=self.positions[:num_lanes],
-            slot_mapping=self.slot_mapping[:num_lanes],
-            context_lens=self.context_lens[:num_lanes],
-            temperatures=self.temperatures[:num_lanes],
-            seeds=self.seeds[:num_lanes],
-            block_tables=self.block_tables[:num_lanes],
+    def of(self, shape: StepShape) -> StepBuffers:
+        """Views for a step of `shape`."""
+        tokens, lanes = slice(shape.num_tokens), slice(shape.num_lanes)
+        prefill_ends = slice(shape.num_prefills + 1)
+        return StepBuffers(
+            input_ids=self.input_ids[tokens],
+            positions=self.positions[tokens],
+            slot_mapping=self.slot_mapping[tokens],
+            context_lens=self.context_lens[lanes],
+            block_tables=self.block_tables[lanes],
+            cu_seqlens_q=self.cu_seqlens_q[prefill_ends],
+            cu_seqlens_k=self.cu_seqlens_k[prefill_ends],
+            rows=self.rows[lanes],
+            ends=self.ends[lanes],
+            temperatures=self.temperatures[lanes],
+            seeds=self.seeds[lanes],
+            logits_indices=self.logits_indices[lanes],
         )
+
+
+# ---- The host's words
+
+
+def fetch_wire(wires: torch.Tensor, turn: torch.Tensor, wire: torch.Tensor) -> None:
+    """Copy the wire whose turn it is into device memory.
+
+    Args:
+        wires: (slots, words) int32, pinned host memory, which the device reads in place.
+        turn: (1,) int32, the slot.
+        wire: (words,) int32, **written** as far as the header says that the step's words go.
+    """
+    fetch_wire_kernel[(FETCHING_PROGRAMS,)](
+        wires, turn, wire, wires.shape[1], HEADER_WORDS=HEADER_WORDS, BLOCK_WORDS=BLOCK_WORDS,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def fetch_wire_torch(wires: torch.Tensor, turn: torch.Tensor, wire: torch.Tensor) -> None:
+    """`fetch_wire` in plain torch, whole."""
+    wire.copy_(wires[int(turn)])
+
+
+@triton.jit
+def fetch_wire_kernel(
+    wires_ptr,
+    turn_ptr,
+    wire_ptr,
+    slot_words,
+    HEADER_WORDS: tl.constexpr,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """A first block a program whatever the header says: a read across the bus takes microseconds,
+    and most wires are no longer.
+    """
+    slot_ptr = wires_ptr + tl.load(turn_ptr).to(tl.int64) * slot_words
+    first = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    is_word = first < slot_words
+    words = tl.load(slot_ptr + first, mask=is_word, other=0, cache_modifier=".cv")
+    num_prefills = tl.load(slot_ptr, cache_modifier=".cv")
+    num_decodes = tl.load(slot_ptr + 1, cache_modifier=".cv")
+    num_new_rows = tl.load(slot_ptr + 2, cache_modifier=".cv")
+    num_new_blocks = tl.load(slot_ptr + 3, cache_modifier=".cv")
+    num_prompt_tokens = tl.load(slot_ptr + 4, cache_modifier=".cv")
+    tl.store(wire_ptr + first, words, mask=is_word)
+    num_words = HEADER_WORDS + 3 * num_prefills + 2 * num_decodes
+    num_words += 4 * num_new_rows + 3 * num_new_blocks + num_prompt_tokens
+    step = tl.num_programs(0) * BLOCK_WORDS
+    for start in range(step, num_words, step):
+        more = start + first
+        is_word = more < num_words
+        words = tl.load(slot_ptr + more, mask=is_word, other=0, cache_modifier=".cv")
+        tl.store(wire_ptr + more, words, mask=is_word)
+
+
+def commit_tokens(
+    drawn: torch.Tensor,
+    rows: torch.Tensor,
+    state: RowState,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """Keep each lane's token as its row's newest, send it to the host, and end the slot's turn.
+
+    Args:
+        drawn: (lanes,) int32.
+        rows: (lanes,) int64.
+        state: Its last_tokens are **written**.
+        tokens: (max_lanes,) int32, **written**: the same tokens, at a fixed address.
+        slots: (slots, max_lanes) int32, pinned host memory, **written** at the slot of the turn.
+        turn: (1,) int32, the slot; **advanced** to the next.
+    """
+    commit_tokens_kernel[(1,)](
+        drawn, rows, state.last_tokens, tokens, slots, turn, drawn.shape[0], slots.shape[1],
+        slots.shape[0], BLOCK_WORDS=BLOCK_WORDS, num_warps=8,
+    )  # fmt: skip
+
+
+def commit_tokens_torch(
+    drawn: torch.Tensor,
+    rows: torch.Tensor,
+    state: RowState,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    turn: torch.Tensor,
+) -> None:
+    """`commit_tokens` in plain torch."""
+    state.last_tokens.index_copy_(0, rows, drawn)
+    tokens[: len(drawn)] = drawn
+    slots[int(turn), : len(drawn)] = drawn
+    turn.copy_((turn + 1) % len(slots))
+
+
+@triton.jit(do_not_specialize=["num_lanes"])
+def commit_tokens_kernel(
+    drawn_ptr,
+    rows_ptr,
+    last_tokens_ptr,
+    tokens_ptr,
+    slots_ptr,
+    turn_ptr,
+    num_lanes,
+    slot_words,
+    num_slots,
+    BLOCK_WORDS: tl.constexpr,
+):
+    """One program, so that the turn ends when all is written."""
+    turn = tl.load(turn_ptr)
+    slot_ptr = slots_ptr + turn.to(tl.int64) * slot_words
+    for start in range(0, num_lanes, BLOCK_WORDS):
+        lanes = start + tl.arange(0, BLOCK_WORDS)
+        mask = lanes < num_lanes
+        token = tl.load(drawn_ptr + lanes, mask=mask, other=0)
+        row = tl.load(rows_ptr + lanes, mask=mask, other=0)
+        tl.store(last_tokens_ptr + row, token, mask=mask)
+        tl.store(tokens_ptr + lanes, token, mask=mask)
+        tl.store(slot_ptr + lanes, token, mask=mask)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turn_ptr, (turn + 1) % num_slots)
+
+
+# ---- Changes
 
 
 def apply_updates(wire: torch.Tensor, state: RowState) -> None:
@@ -148,91 +316,227 @@ def apply_updates_kernel(
         tl.store(block_tables_ptr + row * table_stride + column, block, mask=mask)
 
 
-def decode_inputs(
-    wire: torch.Tensor, state: RowState, inputs: DecodeInputs, block_size: int
+# ---- Inputs
+
+
+def step_inputs(
+    wire: torch.Tensor, state: RowState, inputs: StepBuffers, shape: StepShape, block_size: int
 ) -> None:
-    """Write the inputs of a decode step into `inputs`, one lane each; the rest is padding.
+    """Write the inputs of a step of `shape` into `inputs`, in one launch.
 
     Args:
-        wire: A batch of decode lanes only, in wire form; its updates are in `state` already.
-        inputs: As many lanes as the step is padded to.
+        wire: A batch in wire form that fits `shape`; its updates are in `state` already.
+        inputs: Views of `shape`.
     """
-    num_lanes = inputs.rows.shape[0]
     spare_row = state.last_tokens.shape[0] - 1
-    decode_inputs_kernel[(num_lanes,)](
+    step_inputs_kernel[(shape.num_lanes,)](
         wire, state.last_tokens, state.temperatures, state.seeds, state.block_tables,
-        inputs.rows, inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens,
-        inputs.temperatures, inputs.seeds, inputs.block_tables,
+        inputs.input_ids, inputs.positions, inputs.slot_mapping, inputs.context_lens,
+        inputs.block_tables, inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.rows, inputs.ends,
+        inputs.temperatures, inputs.seeds, inputs.logits_indices,
         state.block_tables.stride(0), inputs.block_tables.stride(0), spare_row,
-        HEADER_WORDS=HEADER_WORDS, BLOCK_SIZE=block_size, BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=1,
+        shape.num_prefills, shape.num_prefill_tokens,
+        HEADER_WORDS=HEADER_WORDS, BLOCK_SIZE=block_size, BLOCK_COLUMNS=BLOCK_COLUMNS,
+        BLOCK_TOKENS=BLOCK_TOKENS, BLOCK_LANES=BLOCK_LANES, num_warps=1,
     )  # fmt: skip
 
 
-def decode_inputs_torch(
-    wire: torch.Tensor, state: RowState, inputs: DecodeInputs, block_size: int
+def step_inputs_torch(
+    wire: torch.Tensor, state: RowState, inputs: StepBuffers, shape: StepShape, block_size: int
 ) -> None:
-    """`decode_inputs` in plain torch; reads the header on the host."""
-    num_lanes = int(wire[1])
-    rows = wire[HEADER_WORDS : HEADER_WORDS + num_lanes].long()
-    starts = wire[HEADER_WORDS + num_lanes : HEADER_WORDS + 2 * num_lanes]
-    blocks = state.block_tables[rows, (starts // block_size).long()]
-    padded = slice(num_lanes, None)
-    inputs.rows[:num_lanes], inputs.rows[padded] = rows, state.last_tokens.shape[0] - 1
-    inputs.input_ids[:num_lanes], inputs.input_ids[padded] = state.last_tokens[rows], 0
-    inputs.positions[:num_lanes], inputs.positions[padded] = starts, 0
-    inputs.slot_mapping[:num_lanes] = blocks * block_size + starts % block_size
-    inputs.slot_mapping[padded] = -1
-    inputs.context_lens[:num_lanes], inputs.context_lens[padded] = starts + 1, 0
-    inputs.temperatures[:num_lanes], inputs.temperatures[padded] = state.temperatures[rows], 0.0
-    inputs.seeds[:num_lanes], inputs.seeds[padded] = state.seeds[rows], 0
-    inputs.block_tables[:num_lanes] = state.block_tables[rows]
+    """`step_inputs` in plain torch; reads the wire on the host."""
+    num_prefills, num_decodes, num_new_rows, num_new_blocks, num_prompt_tokens = wire[:5].tolist()
+    num_lanes = num_prefills + num_decodes
+    rows = wire[HEADER_WORDS:][:num_lanes].long()
+    starts = wire[HEADER_WORDS + num_lanes :][:num_lanes]
+    num_tokens = torch.ones_like(starts)
+    num_tokens[:num_prefills] = wire[HEADER_WORDS + 2 * num_lanes :][:num_prefills]
+    first_token = HEADER_WORDS + 2 * num_lanes + num_prefills
+    first_token += 4 * num_new_rows + 3 * num_new_blocks
+    ends = starts + num_tokens
+    bounds = torch.cumsum(num_tokens, dim=0)  # of each lane's tokens, laid out without padding
+
+    inputs.rows.fill_(state.last_tokens.shape[0] - 1)
+    for padded in (inputs.ends, inputs.temperatures, inputs.seeds, inputs.logits_indices):
+        padded.zero_()
+    inputs.rows[:num_lanes], inputs.ends[:num_lanes] = rows, ends
+    inputs.temperatures[:num_lanes] = state.temperatures[rows]
+    inputs.seeds[:num_lanes] = state.seeds[rows]
+    prefill_gap = shape.num_prefill_tokens - num_prompt_tokens
+    is_decode = torch.arange(num_lanes) >= num_prefills
+    inputs.logits_indices[:num_lanes] = bounds - 1 + is_decode * prefill_gap
+
+    prefills, decodes = slice(num_prefills), slice(num_prefills, None)
+    inputs.context_lens.zero_()
+    for lanes, place in ((prefills, 0), (decodes, shape.num_prefills)):
+        places = slice(place, place + len(rows[lanes]))
+        inputs.context_lens[places] = ends[lanes]
+        inputs.block_tables[places] = state.block_tables[rows[lanes]]
+    for cumulated, lengths in (
+        (inputs.cu_seqlens_q, num_tokens[prefills]),
+        (inputs.cu_seqlens_k, ends[prefills]),
+    ):
+        if not shape.num_prefills:
+            continue  # nobody looks
+        cumulated[0] = 0
+        cumulated[1:] = lengths.sum()
+        cumulated[1 : num_prefills + 1] = torch.cumsum(lengths, dim=0)
+
+    lane_of = torch.repeat_interleave(torch.arange(num_lanes), num_tokens)
+    positions = torch.arange(len(lane_of)) - (bounds - num_tokens - starts)[lane_of]
+    blocks = state.block_tables[rows[lane_of], positions // block_size]
+    prompt_ids = wire[first_token : first_token + num_prompt_tokens]
+    input_ids = torch.cat((prompt_ids, state.last_tokens[rows[decodes]]))
+    inputs.input_ids.zero_()
+    inputs.positions.zero_()
+    inputs.slot_mapping.fill_(-1)
+    for tokens, place in (
+        (slice(num_prompt_tokens), 0),
+        (slice(num_prompt_tokens, None), shape.num_prefill_tokens),
+    ):
+        places = slice(place, place + len(input_ids[tokens]))
+        inputs.input_ids[places] = input_ids[tokens]
+        inputs.positions[places] = positions[tokens].int()
+        inputs.slot_mapping[places] = (blocks * block_size + positions % block_size)[tokens].int()
 
 
-@triton.jit
-def decode_inputs_kernel(
+@triton.jit(do_not_specialize=["num_prefill_places", "num_prefill_tokens"])
+def step_inputs_kernel(
     wire_ptr,
     last_tokens_ptr,
     temperatures_ptr,
     seeds_ptr,
     block_tables_ptr,
-    rows_out_ptr,
     input_ids_ptr,
     positions_ptr,
     slot_mapping_ptr,
     context_lens_ptr,
+    block_tables_out_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    rows_out_ptr,
+    ends_ptr,
     temperatures_out_ptr,
     seeds_out_ptr,
-    block_tables_out_ptr,
+    logits_indices_ptr,
     table_stride,
     table_out_stride,
     spare_row,
+    num_prefill_places,
+    num_prefill_tokens,
     HEADER_WORDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr,
 ):
-    """One program a lane; it copies as many columns of the block table as its context fills."""
-    lane = tl.program_id(0)
-    num_lanes = tl.load(wire_ptr + 1)
+    """One program a place; it copies as many columns of the block table as its context fills."""
+    place = tl.program_id(0)
+    num_prefills = tl.load(wire_ptr)
+    num_lanes = num_prefills + tl.load(wire_ptr + 1)
+    is_prefill = place < num_prefill_places
+    # Padded places take the lanes behind the batch's, prompt places first.
+    lane = tl.where(place < num_prefills, place, num_lanes + place - num_prefills)
+    if not is_prefill:
+        lane = num_prefills + place - num_prefill_places
+        lane = tl.where(lane < num_lanes, lane, lane + num_prefill_places - num_prefills)
     is_real = lane < num_lanes
     row = tl.load(wire_ptr + HEADER_WORDS + lane, mask=is_real, other=0)
     row = tl.where(is_real, row, spare_row).to(tl.int64)
-    position = tl.load(wire_ptr + HEADER_WORDS + num_lanes + lane, mask=is_real, other=0)
+    start = tl.load(wire_ptr + HEADER_WORDS + num_lanes + lane, mask=is_real, other=0)
     table_ptr = block_tables_ptr + row * table_stride
-    block = tl.load(table_ptr + position // BLOCK_SIZE)
-    slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-    token = tl.load(last_tokens_ptr + row, mask=is_real, other=0)
-    context_len = tl.where(is_real, position + 1, 0)
+
+    if is_prefill:
+        last, end = _write_prompt(
+            wire_ptr, table_ptr, input_ids_ptr, positions_ptr, slot_mapping_ptr, cu_seqlens_q_ptr,
+            cu_seqlens_k_ptr, place, start, num_prefills, num_lanes, num_prefill_places,
+            num_prefill_tokens, HEADER_WORDS, BLOCK_SIZE, BLOCK_TOKENS, BLOCK_LANES,
+        )  # fmt: skip
+    else:
+        last = num_prefill_tokens + place - num_prefill_places
+        end = tl.where(is_real, start + 1, 0)
+        block = tl.load(table_ptr + start // BLOCK_SIZE)
+        slot = block * BLOCK_SIZE + start % BLOCK_SIZE
+        token = tl.load(last_tokens_ptr + row, mask=is_real, other=0)
+        tl.store(input_ids_ptr + last, token)
+        tl.store(positions_ptr + last, start)
+        tl.store(slot_mapping_ptr + last, tl.where(is_real, slot, -1))
+
     tl.store(rows_out_ptr + lane, row)
-    tl.store(input_ids_ptr + lane, token)
-    tl.store(positions_ptr + lane, position)
-    tl.store(slot_mapping_ptr + lane, tl.where(is_real, slot, -1))
-    tl.store(context_lens_ptr + lane, context_len)
+    tl.store(ends_ptr + lane, end)
+    tl.store(logits_indices_ptr + lane, tl.where(is_real, last, 0))
     temperature = tl.load(temperatures_ptr + row, mask=is_real, other=0.0)
     tl.store(temperatures_out_ptr + lane, temperature)
     tl.store(seeds_out_ptr + lane, tl.load(seeds_ptr + row, mask=is_real, other=0))
-    num_blocks = (context_len + BLOCK_SIZE - 1) // BLOCK_SIZE
-    table_out_ptr = block_tables_out_ptr + lane.to(tl.int64) * table_out_stride
-    for start in range(0, num_blocks, BLOCK_COLUMNS):
-        columns = start + tl.arange(0, BLOCK_COLUMNS)
+    tl.store(context_lens_ptr + place, end)
+    num_blocks = (end + BLOCK_SIZE - 1) // BLOCK_SIZE
+    table_out_ptr = block_tables_out_ptr + place.to(tl.int64) * table_out_stride
+    for first in range(0, num_blocks, BLOCK_COLUMNS):
+        columns = first + tl.arange(0, BLOCK_COLUMNS)
         mask = columns < num_blocks
         tl.store(table_out_ptr + columns, tl.load(table_ptr + columns, mask=mask), mask=mask)
+
+
+@triton.jit
+def _write_prompt(
+    wire_ptr,
+    table_ptr,
+    input_ids_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    cu_seqlens_q_ptr,
+    cu_seqlens_k_ptr,
+    place,
+    start,
+    num_prefills,
+    num_lanes,
+    num_prefill_places,
+    num_prefill_tokens,
+    HEADER_WORDS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr,
+):
+    """Write one prompt lane's tokens and bounds, the last place's program the padding behind all.
+
+    Returns its last token's place and the tokens that this one sees; 0 if the lane is padding.
+    """
+    starts_ptr = wire_ptr + HEADER_WORDS + num_lanes
+    num_tokens_ptr = starts_ptr + num_lanes
+    first = 0  # tokens of the lanes before this one
+    num_keys = 0  # that these see
+    for other in range(0, tl.minimum(place, num_prefills), BLOCK_LANES):
+        lanes = other + tl.arange(0, BLOCK_LANES)
+        is_before = (lanes < place) & (lanes < num_prefills)
+        lengths = tl.load(num_tokens_ptr + lanes, mask=is_before, other=0)
+        first += tl.sum(lengths, axis=0)
+        starts = tl.load(starts_ptr + lanes, mask=is_before, other=0)
+        num_keys += tl.sum(starts + lengths, axis=0)
+    is_real = place < num_prefills
+    num_tokens = tl.load(num_tokens_ptr + place, mask=is_real, other=0)
+    end = tl.where(is_real, start + num_tokens, 0)
+    tl.store(cu_seqlens_q_ptr + place, first)
+    tl.store(cu_seqlens_k_ptr + place, num_keys)
+    prompt_ptr = num_tokens_ptr + num_prefills + 4 * tl.load(wire_ptr + 2)
+    prompt_ptr += 3 * tl.load(wire_ptr + 3)
+    for offset in range(0, num_tokens, BLOCK_TOKENS):
+        index = offset + tl.arange(0, BLOCK_TOKENS)
+        mask = index < num_tokens
+        position = start + index
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=mask, other=0)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        token = tl.load(prompt_ptr + first + index, mask=mask, other=0)
+        tl.store(input_ids_ptr + first + index, token, mask=mask)
+        tl.store(positions_ptr + first + index, position, mask=mask)
+        tl.store(slot_mapping_ptr + first + index, slot, mask=mask)
+    if place == num_prefill_places - 1:
+        total = first + num_tokens
+        tl.store(cu_seqlens_q_ptr + num_prefill_places, total)
+        tl.store(cu_seqlens_k_ptr + num_prefill_places, num_keys + end)
+        for offset in range(total, num_prefill_tokens, BLOCK_TOKENS):
+            index = offset + tl.arange(0, BLOCK_TOKENS)
+            mask = index < num_prefill_tokens
+            tl.store(input_ids_ptr + index, 0, mask=mask)
+            tl.store(positions_ptr + index, 0, mask=mask)
+            tl.store(slot_mapping_ptr + index, -1, mask=mask)
+    return first + num_tokens - 1, end

@@ -1,4 +1,4 @@
-"""Pinned host buffers that rotate, so that a copy in flight is never overwritten.
+"""Pinned host memory that rotates, so that what is in flight is never overwritten.
 
 A copy from pinned memory is enqueued, not done, when the call returns: writing the buffer again
 before the device has read it corrupts the step that it belonged to. Each buffer here carries an
@@ -7,6 +7,9 @@ with three buffers and one step in flight that wait never blocks.
 
 Buffers are copied whole where the device's side is as large: a few kilobytes more cost nothing on
 the bus, and taking slices of two tensors costs the host as much as the copy.
+
+Where kernels are ours, there is no copy to enqueue at all: the device reads and writes pinned
+memory in place (`StepSlots`), and a captured step is then a single call of the host.
 """
 
 import numpy as np
@@ -25,7 +28,7 @@ class _Buffer:
         self.resize(num_words)
 
     def resize(self, num_words: int) -> None:
-        self.tensor = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=True)
+        self.tensor = _pinned(num_words)
         self.array = self.tensor.numpy()
 
 
@@ -70,3 +73,51 @@ class PinnedRing:
         if len(buffer.array) < num_words:
             buffer.resize(2 * num_words)
         return buffer
+
+
+class StepSlots:
+    """What a step's own kernels read from the host, and write to it.
+
+    Slots take turns, on either side by itself: the host fills the next, and the step that it then
+    launches, captured or not, finds on the device whose turn it is, and advances that when its
+    tokens are written. What breaks off between the two puts them out of step: `resync`.
+    """
+
+    def __init__(self, num_words: int, num_tokens: int, device: torch.device) -> None:
+        """Slots for wires of at most `num_words` words and steps of at most `num_tokens` lanes."""
+        self.wires = _pinned(NUM_BUFFERS, num_words)  # (slots, num_words), read by the device
+        self.tokens = _pinned(NUM_BUFFERS, num_tokens)  # (slots, num_tokens), written by it
+        self.turn = torch.zeros(1, dtype=torch.int32, device=device)
+        self.num_words = num_words
+        self._wire_arrays = list(self.wires.numpy())
+        self._token_arrays = list(self.tokens.numpy())
+        self._events = [torch.cuda.Event() for _ in range(NUM_BUFFERS)]
+        self._next = 0
+
+    def fill(self, wire: np.ndarray) -> None:
+        """Write the wire of the step to be launched next."""
+        self._events[self._next].synchronize()
+        self._wire_arrays[self._next][: len(wire)] = wire
+
+    def launched(self) -> tuple[np.ndarray, torch.cuda.Event]:
+        """Note that the step has been launched.
+
+        Returns:
+            An array that holds its tokens once the event has passed, until the slots come round.
+        """
+        slot = self._next
+        self._events[slot].record()
+        self._next = (slot + 1) % NUM_BUFFERS
+        return self._token_arrays[slot], self._events[slot]
+
+    def resync(self) -> None:
+        """Go on with the slot whose turn it is on the device; nothing may be in flight."""
+        self._next = int(self.turn.item())
+
+    def clear(self) -> None:
+        """Make every wire that of a step without lanes."""
+        self.wires.zero_()
+
+
+def _pinned(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device="cpu", pin_memory=True)

@@ -10,7 +10,7 @@ import torch
 from fake_gpu import CpuAsGpu, FakeGpu, cuda_on_cpu, fake_gpu
 
 from nanovllm.config import Config
-from nanovllm.engine.cuda_graph import graph_sizes
+from nanovllm.engine.cuda_graph import decode_shapes, mixed_shapes
 from nanovllm.engine.model_runner import ModelRunner, _dummy_prefill
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.model_config import ModelConfig
@@ -69,6 +69,7 @@ def make_runner(folder: Path, dtype: str, max_num_seqs: int) -> ModelRunner:
             device_type="cuda",
             dtype_name=dtype,
             max_model_len=512,
+            max_num_mixed_tokens=64,
         ),
         Communicator(),
     )
@@ -89,8 +90,8 @@ def test_no_step_needs_a_kernel_that_the_start_did_not_compile(
     memory.fresh_byte = 0  # the kernels of this GPU write nothing, and now what they wrote is read
     runner.warmup_model()
     with torch.inference_mode():
-        for size in graph_sizes(max_num_seqs):
-            runner._decode_step(size)
+        for shape in decode_shapes(max_num_seqs) + mixed_shapes(max_num_seqs, 64):
+            runner._run_shape(shape)
     for lengths in ([1], [2], [3], [16], [17], [64]):
         runner.run(_dummy_prefill(lengths))
     assert gpu.launched

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from nanovllm.engine.batch import new_row
+from nanovllm.engine.batch import MAX_MIXED_PREFILLS, new_row
 from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler, Step
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -249,13 +249,35 @@ def count_steps_between_tokens(scheduler: Scheduler, seq: Sequence) -> list[int]
 
 def test_mixed_step_decodes_and_takes_chunks_of_what_is_left() -> None:
     scheduler = make_scheduler(max_num_mixed_tokens=4)
-    seq, prompt = add(scheduler, 2, seq_id=0), add(scheduler, 9, seq_id=1)
-    assert schedule_and_confirm_lanes(scheduler) == [(0, 0, 2), (1, 0, 2)]
+    seq = add(scheduler, 2, seq_id=0)
+    run_step(scheduler)
+    prompt = add(scheduler, 9, seq_id=1)
     step = schedule(scheduler)
     assert (step.batch.num_tokens.tolist(), step.batch.num_decodes) == ([3], 1)
     assert step.batch.rows.tolist() == [prompt.row, seq.row]
-    assert step.batch.starts.tolist() == [2, 2]
+    assert step.batch.starts.tolist() == [0, 2]
     assert step.sequences == [None, seq]
+
+
+def test_prompts_with_nothing_to_ride_with_get_a_step_of_their_own() -> None:
+    scheduler = make_scheduler(max_num_mixed_tokens=4, max_num_batched_tokens=12)
+    add(scheduler, 2, seq_id=0)
+    add(scheduler, 9, seq_id=1)
+    assert schedule_and_confirm_lanes(scheduler) == [(0, 0, 2), (1, 0, 9)]
+
+
+def test_no_mixed_step_has_more_prompts_than_a_captured_one_has_room_for() -> None:
+    scheduler = make_scheduler(num_blocks=64, max_num_seqs=40, max_num_mixed_tokens=64)
+    add(scheduler, 1, max_tokens=9, seq_id=0)
+    run_step(scheduler)
+    for i in range(MAX_MIXED_PREFILLS + 3):
+        add(scheduler, 2, seq_id=1 + i)
+    counts = []
+    for _ in range(2):
+        step = schedule(scheduler)
+        counts.append(step.batch.num_prefills)
+        confirm(scheduler, step)
+    assert counts == [MAX_MIXED_PREFILLS, 3]
 
 
 def test_prompts_get_their_share_of_a_mixed_step() -> None:

@@ -19,7 +19,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import ScheduledBatch, new_row
-from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.gpu
@@ -588,12 +588,12 @@ def test_largest_steps_fit_after_the_pool_took_the_rest(folder: Path) -> None:
 def test_interrupted_capture_is_raised_and_gives_back_its_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: DecodeGraphs, run: object) -> None:
+    def interrupted(self: StepGraphs, run: object) -> None:
         raise KeyboardInterrupt
 
     settle()
     before, rng_state = torch.cuda.memory_allocated(), torch.cuda.get_rng_state()
-    monkeypatch.setattr(DecodeGraphs, "_capture", interrupted)
+    monkeypatch.setattr(StepGraphs, "_capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
         open_llm(folder, dtype="bfloat16")
     settle()
