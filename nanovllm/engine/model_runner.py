@@ -354,7 +354,7 @@ class ModelRunner:
             warnings.warn(f"CUDA graph capture failed, decoding eagerly: {error}", stacklevel=2)
             return None
         finally:
-            self.slots.resync()
+            self.synchronize()
 
     # ------------------------------------------------------------------ steps
 

@@ -21,6 +21,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.engine.batch import ScheduledBatch, new_row
 from nanovllm.engine.cuda_graph import StepGraphs
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.kernels.row_state import StepShape
 
 pytestmark = pytest.mark.gpu
 
@@ -240,11 +241,17 @@ def test_bf16_logits_are_as_close_to_float32_as_the_torch_backends(
 ) -> None:
     """Replayed and eager, every kind of step."""
     try:
-        llm = open_llm(whole_folder, dtype="bfloat16", attention_backend=backend)
+        # Of 512 tokens, so that the prompt of the mixed step fits a captured one.
+        llm = open_llm(
+            whole_folder, dtype="bfloat16", attention_backend=backend, max_num_mixed_tokens=512
+        )
     except ImportError as error:
         pytest.skip(str(error))
     with llm:
         assert llm.stats().graph_batch_sizes == (1, 2, 4, 8)
+        graphs = runner_of(llm).graphs
+        assert graphs is not None
+        assert StepShape(16, 448, 8) in graphs
         driver = Driver(llm)
         found = {"graphs": run_scenario(driver)}
         with without_graphs(llm):
@@ -376,6 +383,9 @@ def test_float32_tokens_are_the_same_by_graph_and_eager(
         {"num_kvcache_blocks": 9},  # preemptions
         {"kvcache_block_size": 16, "num_kvcache_blocks": 512, "max_num_batched_tokens": 200},
         {"max_num_mixed_tokens": 64, "enable_prefix_caching": False},
+        {"max_num_mixed_tokens": 256},
+        {"max_num_mixed_tokens": 64, "num_kvcache_blocks": 9, "async_scheduling": False},
+        {"max_num_mixed_tokens": 64, "enforce_eager": True},
     ],
 )
 def test_float32_tokens_are_the_same_however_they_are_scheduled(
@@ -622,14 +632,14 @@ def test_failed_capture_decodes_eagerly_and_leaves_no_trace(
 ) -> None:
     prompts, params = [prompt_of(30), prompt_of(300)], GREEDY.replace(max_tokens=8)
     expected = tokens_of(triton_llm, prompts, params)
-    decode_step = ModelRunner._decode_step
+    run_shape = ModelRunner._run_shape
 
-    def broken(self: ModelRunner, *args: int) -> None:
-        decode_step(self, *args)
+    def broken(self: ModelRunner, *args: object) -> None:
+        run_shape(self, *args)  # type: ignore[arg-type]
         if torch.cuda.is_current_stream_capturing():
             break_capture()
 
-    monkeypatch.setattr(ModelRunner, "_decode_step", broken)
+    monkeypatch.setattr(ModelRunner, "_run_shape", broken)
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     options = {"dtype": "float32", "attention_backend": "triton"}
     with pytest.warns(UserWarning, match="capture failed, decoding eagerly"):
