@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextvars
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 MAX_THREADS = 32  # a start needs about thirty kernels
-_noting = threading.Lock()  # held while launches are noted: by one thread of the process at a time
+_turn = threading.Lock()  # held while methods of Triton's are replaced
 
 
 def compile_launches(run_steps: Callable[[], None], num_processes: int = 1) -> None:
@@ -42,10 +43,11 @@ def compile_launches(run_steps: Callable[[], None], num_processes: int = 1) -> N
         Exception: What `run_steps` or the compiler raised, the first of several. Kernels that did
             compile stay, and no thread is left.
     """
-    launches = _note_launches(run_steps)
-    # In a copy, because Triton 3.6 leaves its compile mode in the context after an error.
-    context = contextvars.copy_context()
-    context.run(_compile, launches, max(1, min(MAX_THREADS, _num_cores() // num_processes)))
+    num_threads = max(1, min(MAX_THREADS, _num_cores() // num_processes))
+    with _turn:
+        launches = _note_launches(run_steps)
+        # In a copy, because Triton 3.6 leaves its compile mode in the context after an error.
+        contextvars.copy_context().run(_compile, launches, num_threads)
 
 
 def _note_launches(run_steps: Callable[[], None]) -> list[Callable[[], object]]:
@@ -66,12 +68,8 @@ def _note_launches(run_steps: Callable[[], None]) -> list[Callable[[], object]]:
             noted[key] = partial(launch, kernel, *args, grid=grid, warmup=True, **options)
         return None
 
-    with _noting:
-        JITFunction.run = note  # type: ignore[method-assign]
-        try:
-            run_steps()
-        finally:
-            JITFunction.run = launch  # type: ignore[method-assign]
+    with _replaced(JITFunction, "run", note):
+        run_steps()
     return list(noted.values())
 
 
@@ -85,11 +83,16 @@ def _kind(argument: object) -> Hashable:
 def _compile(launches: list[Callable[[], object]], num_threads: int) -> None:
     """Compile noted launches; runs in a context of its own."""
     from triton import AsyncCompileMode, FutureKernel
+    from triton.runtime.jit import JITCallable
 
     pool = _CompilerPool(num_threads, "compile", *_on_this_gpu())
     kernels: list[object] = []
     try:
-        with AsyncCompileMode(pool):
+        # Two threads that build syntax trees at once fail in Python 3.11: CPython's issue 106905.
+        with (
+            _replaced(JITCallable, "parse", _one_at_a_time(JITCallable.parse)),
+            AsyncCompileMode(pool),
+        ):
             for launch in launches:
                 kernels.append(launch())
     except BaseException:
@@ -101,6 +104,26 @@ def _compile(launches: list[Callable[[], object]], num_threads: int) -> None:
         raise
     finally:
         pool.shutdown()
+
+
+@contextmanager
+def _replaced(owner: type, name: str, replacement: Callable[..., object]) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _one_at_a_time(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    lock = threading.Lock()
+
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with lock:
+            return function(*args, **kwargs)
+
+    return call
 
 
 class _CompilerPool(ThreadPoolExecutor):

@@ -1,5 +1,6 @@
 """Kernels compile in a pool before they are launched: by a driver for a GPU that isn't there."""
 
+import ast
 import signal
 import threading
 import time
@@ -157,6 +158,27 @@ def test_ctrl_c_leaves_no_thread_and_no_half_made_kernel(
     assert not compiler_threads()
     add_and_scale(torch.zeros(16))
     assert gpu.launched == ["add_kernel", "scale_kernel"]
+
+
+def test_syntax_trees_are_built_by_one_thread_at_a_time(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 raised "AST constructor recursion depth mismatch" now and then."""
+    monkeypatch.setattr("nanovllm.kernels.compiling._num_cores", lambda: 8)
+    parse, parsing, num_parsed = ast.parse, threading.Lock(), 0
+
+    def parse_slowly(*args: str) -> ast.AST:
+        nonlocal num_parsed
+        assert parsing.acquire(blocking=False), "two threads build syntax trees"
+        time.sleep(0.01)
+        parsing.release()
+        num_parsed += 1
+        return parse(*args)
+
+    monkeypatch.setattr(ast, "parse", parse_slowly)
+    x = torch.zeros(3, 64)
+    compile_launches(lambda: (add_and_scale(x), rms_norm(x, x[0], 1e-6), None)[-1])
+    assert num_parsed > 3
 
 
 def test_other_threads_launch_meanwhile(gpu: FakeGpu) -> None:
