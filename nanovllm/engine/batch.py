@@ -71,38 +71,20 @@ class ScheduledBatch:
         """Tokens that the network runs this step."""
         return len(self.prompt_tokens) + self.num_decodes
 
-    @property
-    def num_wire_words(self) -> int:
-        """Length of `to_wire`."""
-        arrays = (self.rows, self.starts, self.num_tokens, self.new_rows, self.new_blocks)
-        num_words = sum(array.size for array in (*arrays, self.prompt_tokens, self.row_params))
-        return HEADER_WORDS + num_words
-
     def to_wire(self) -> np.ndarray:
         """The batch as one flat int32 array."""
-        header = np.array(
-            [
-                self.num_prefills,
-                self.num_decodes,
-                len(self.new_rows),
-                len(self.new_blocks),
-                len(self.prompt_tokens),
-                len(self.row_params),
-            ],
-            dtype=np.int32,
+        parts = [self.rows, self.starts, self.num_tokens]
+        parts += [self.new_rows.ravel(), self.new_blocks.ravel()]
+        parts += [self.prompt_tokens, self.row_params]
+        counts = (
+            self.num_prefills,
+            self.num_decodes,
+            len(self.new_rows),
+            len(self.new_blocks),
+            len(self.prompt_tokens),
+            len(self.row_params),
         )
-        return np.concatenate(
-            [
-                header,
-                self.rows,
-                self.starts,
-                self.num_tokens,
-                self.new_rows.ravel(),
-                self.new_blocks.ravel(),
-                self.prompt_tokens,
-                self.row_params,
-            ]
-        )
+        return np.concatenate([np.array(counts, dtype=np.int32), *parts])
 
     @classmethod
     def from_wire(cls, wire: np.ndarray) -> "ScheduledBatch":

@@ -11,6 +11,7 @@ lanes leave (`batch.num_mixed_prompt_tokens`), so hardly anything is padding.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -77,10 +78,10 @@ class StepGraphs:
             RuntimeError: A capture failed. The process is left as it was.
         """
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._decodes = sorted(shape for shape in shapes if not shape.num_prefills)
-        self._mixed = sorted(
-            (shape for shape in shapes if shape.num_prefills), key=lambda shape: shape.num_decodes
-        )
+        by_decodes = sorted(shapes, key=lambda shape: shape.num_decodes)
+        self._decodes = [shape for shape in by_decodes if not shape.num_prefills]
+        self._mixed = [shape for shape in by_decodes if shape.num_prefills]
+        self.sizes = [shape.num_decodes for shape in self._decodes]  # batches that only decode
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         rng_state = generator.clone_state()
         try:
@@ -91,22 +92,19 @@ class StepGraphs:
             generator.graphsafe_set_state(rng_state)
             raise
 
-    @property
-    def sizes(self) -> list[int]:
-        """Batch sizes of steps that only decode, ascending."""
-        return [shape.num_decodes for shape in self._decodes]
-
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._graphs
 
     def shape_for(self, batch: ScheduledBatch) -> StepShape | None:
         """The smallest captured shape that holds `batch`; None if none does."""
-        num_prefills, num_tokens = batch.num_prefills, len(batch.prompt_tokens)
-        for shape in self._mixed if num_prefills else self._decodes:
+        if not batch.num_prefills:
+            place = bisect_left(self.sizes, batch.num_lanes)
+            return self._decodes[place] if place < len(self._decodes) else None
+        for shape in self._mixed:
             if (
                 shape.num_decodes >= batch.num_decodes
-                and shape.num_prefill_tokens >= num_tokens
-                and shape.num_prefills >= num_prefills
+                and shape.num_prefill_tokens >= len(batch.prompt_tokens)
+                and shape.num_prefills >= batch.num_prefills
             ):
                 return shape
         return None
@@ -117,7 +115,7 @@ class StepGraphs:
 
     def release(self) -> None:
         """Give the graphs and their memory back. No replay after this."""
-        self._decodes, self._mixed = [], []
+        self._decodes, self._mixed, self.sizes = [], [], []
         self._graphs.clear()
 
     def _capture(self, run: Callable[[StepShape], None]) -> None:

@@ -373,9 +373,10 @@ class ModelRunner:
         if len(batch.new_rows):
             self.second_pass.take(batch)
         if self.device.type == "cuda":
-            shape = self._shape_for(batch)
-            if shape is not None:
-                return self._launch_shape(batch, shape)
+            shape, wire = self._shape_for(batch), batch.to_wire()
+            num_words = len(wire) - len(batch.row_params)
+            if shape is not None and num_words <= self.slots.num_words:
+                return self._launch_shape(batch, shape, wire[:num_words])
         prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
         result = self._run_step(prepare(batch))
         logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
@@ -463,13 +464,13 @@ class ModelRunner:
         shape = self.graphs.shape_for(batch) if self.graphs else None
         if shape is None and not batch.num_prefills:
             shape = StepShape(0, 0, batch.num_lanes)
-        is_too_long = batch.num_wire_words - len(batch.row_params) > self.slots.num_words
-        return None if self.second_pass.reads_prompts or is_too_long else shape
+        return None if self.second_pass.reads_prompts else shape
 
-    def _launch_shape(self, batch: ScheduledBatch, shape: StepShape) -> PendingTokens:
+    def _launch_shape(
+        self, batch: ScheduledBatch, shape: StepShape, wire: np.ndarray
+    ) -> PendingTokens:
         """A step that finds its wire in a slot: replayed if it was captured, else run eagerly."""
-        wire = batch.to_wire()
-        self.slots.fill(wire[: len(wire) - len(batch.row_params)])
+        self.slots.fill(wire)
         if self.graphs is not None and shape in self.graphs:
             self.graphs.replay(shape)
         else:

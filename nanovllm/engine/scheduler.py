@@ -40,6 +40,10 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 MAX_PREFILLS_IN_A_ROW = 16
 
 _EMPTY = np.zeros(0, dtype=np.int32)
+_NO_RECORDS = {
+    num_words: np.zeros((0, num_words), dtype=np.int32)
+    for num_words in (NEW_ROW_WORDS, NEW_BLOCK_WORDS)
+}
 
 
 class Step(NamedTuple):
@@ -63,32 +67,49 @@ class _Decodes:
     """The sequences that decode, and the same as arrays; kept from step to step while they stay.
 
     Of 256 sequences about one ends or needs a block in a step: what is the same for all is done on
-    arrays, and gathering those anew from the sequences would take longer than the rest.
+    arrays, and gathering those anew from the sequences would take longer than the rest. So would
+    telling each that it has advanced: `starts` is ahead of their num_computed_tokens until
+    `settle`, which must come before anyone reads those.
     """
 
-    __slots__ = ("limits", "rows", "sequences", "starts", "stop_token_ids", "token_lists")
+    __slots__ = (
+        "limits",
+        "num_steps_left",
+        "rows",
+        "sequences",
+        "starts",
+        "stop_token_ids",
+        "token_lists",
+    )
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.sequences = sequences
         self.rows = np.array([seq.row for seq in sequences], dtype=np.int32)
         self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
+        # Steps until the first of them has its last token in flight.
+        self.num_steps_left = int((self.limits - self.starts).min(initial=1 << 30))
         self.token_lists = [seq.token_ids for seq in sequences]
         # Most sequences share one set of ids, so few are joined.
         self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})
 
     def without_exhausted(self) -> "_Decodes":
         """Those left whose last token isn't in flight: a count, so known beforehand."""
-        may_go_on = self.starts < self.limits
-        if may_go_on.all():
+        if self.num_steps_left > 0:
             return self
+        self.settle()
+        may_go_on = self.starts < self.limits
         return _Decodes([self.sequences[i] for i in np.flatnonzero(may_go_on).tolist()])
 
     def advance(self) -> None:
         """Count one token of each as computed."""
-        for seq in self.sequences:
-            seq.num_computed_tokens += 1
         self.starts = self.starts + 1  # not in place: the step just built holds the old one
+        self.num_steps_left -= 1
+
+    def settle(self) -> None:
+        """Tell the sequences how far they are."""
+        for seq, start in zip(self.sequences, self.starts.tolist(), strict=True):
+            seq.num_computed_tokens = start
 
 
 class Scheduler:
@@ -197,6 +218,8 @@ class Scheduler:
         sequences it takes a sixth of the time.
         """
         deque(map(list.append, decodes.token_lists, token_ids), maxlen=0)
+        if decodes.num_steps_left > 0:
+            return []
         is_last = starts + 1 >= decodes.limits
         finished = [decodes.sequences[i] for i in np.flatnonzero(is_last).tolist()]
         for seq in finished:
@@ -216,14 +239,13 @@ class Scheduler:
         ended = set(sequences)
         if not ended:
             return
+        self._drop_decodes()
         for seq in ended:
             assert not seq.is_finished, f"{seq} ends twice"
             seq.finish_reason = seq.finish_reason or reason
             self._release(seq)
             seq.status = SequenceStatus.FINISHED
         self._num_ended += len(ended)
-        if self._decodes is not None and not ended.isdisjoint(self._decodes.sequences):
-            self._decodes = None
         num_running = len(self.running)
         self.running = [seq for seq in self.running if seq not in ended]
         if num_running - len(self.running) < len(ended):
@@ -231,17 +253,19 @@ class Scheduler:
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back from the latest admitted sequence; it will be computed again."""
+        self._drop_decodes()
         assert seq is self._victim(), f"{seq} isn't the latest admitted"
         assert seq.num_pending == 0, f"{seq} is preempted with a token in flight"
         self.num_preemptions += 1
         self._release(seq)
         seq.status = SequenceStatus.WAITING
-        self._decodes = None
         if not self.waiting or seq is not self.waiting[0]:
             self.waiting.appendleft(self.running.pop())
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the invariants of the queues, rows and blocks hold."""
+        if self._decodes is not None:
+            self._decodes.settle()
         holders = [seq for seq in (*self.running, *self.waiting) if seq.row is not None]
         rows = [seq.row for seq in holders if seq.row is not None]
         assert sorted(rows + self._free_rows) == list(range(self.max_num_seqs)), "rows were lost"
@@ -282,13 +306,12 @@ class Scheduler:
             self.max_num_batched_tokens - num_decodes,
         )
         chunks = self._take_prompts(budget, MAX_MIXED_PREFILLS, chunks_any=True)
-        if chunks:
-            step = self._build_prefill(chunks, decodes)
-        else:
-            step = self._build_step(
-                decodes.sequences, decodes.rows, decodes.starts, decodes=decodes
-            )
+        if not chunks:
+            return self._build_decode(decodes)
+        step = self._build_prefill(chunks, decodes)
         decodes.advance()
+        if self._decodes is not decodes:  # dropped, since a prompt is through and will decode, too
+            decodes.settle()
         return step
 
     def _take_prompts(
@@ -319,7 +342,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             self.running.append(seq)
-            self._decodes = None
+            self._drop_decodes()
         return chunks
 
     def _admission(self, seq: Sequence) -> Admission | None:
@@ -352,9 +375,18 @@ class Scheduler:
         decodes = self._claim_decodes(in_flight)
         if decodes is None or not decodes.sequences:
             return None
+        return self._build_decode(decodes)
+
+    def _build_decode(self, decodes: _Decodes) -> Step:
         step = self._build_step(decodes.sequences, decodes.rows, decodes.starts, decodes=decodes)
         decodes.advance()
         return step
+
+    def _drop_decodes(self) -> None:
+        """Before anything changes that the arrays hold: gather them anew next time."""
+        if self._decodes is not None:
+            self._decodes.settle()
+            self._decodes = None
 
     def _claim_decodes(self, in_flight: bool) -> _Decodes | None:
         """The running sequences that may have another token, with a slot for it.
@@ -365,24 +397,19 @@ class Scheduler:
         while True:
             decodes = (self._decodes or _Decodes([*self.running])).without_exhausted()
             self._decodes = decodes
-            needy = self._needing_a_block(decodes)
+            # Those whose next token begins a block: `BlockManager.needs_block` for all at once.
+            begins_block = decodes.starts % self.block_manager.block_size == 0
+            needy = np.flatnonzero(begins_block).tolist()
             if len(needy) <= self.block_manager.num_free_blocks:
                 break
             if in_flight:
                 return None
             self.preempt(self._victim())
-        for seq in needy:
+        for i in needy:
+            seq = decodes.sequences[i]
+            seq.num_computed_tokens = int(decodes.starts[i])
             self._append_block(seq)
         return decodes
-
-    def _needing_a_block(self, decodes: _Decodes) -> list[Sequence]:
-        """Those whose next token begins a block.
-
-        `BlockManager.needs_block` for all of them at once: of 256 sequences about one needs a
-        block in a step, and asking each takes longer than the rest of `schedule`.
-        """
-        begins_block = decodes.starts % self.block_manager.block_size == 0
-        return [decodes.sequences[i] for i in np.flatnonzero(begins_block).tolist()]
 
     def _append_block(self, seq: Sequence) -> None:
         self.block_manager.hash_blocks(seq)
@@ -431,8 +458,8 @@ class Scheduler:
             starts=starts,
             num_tokens=num_tokens,
             prompt_tokens=prompt_tokens,
-            new_rows=np.array(self._new_rows, dtype=np.int32).reshape(-1, NEW_ROW_WORDS),
-            new_blocks=np.array(self._new_blocks, dtype=np.int32).reshape(-1, NEW_BLOCK_WORDS),
+            new_rows=_records(self._new_rows, NEW_ROW_WORDS),
+            new_blocks=_records(self._new_blocks, NEW_BLOCK_WORDS),
             row_params=np.concatenate(self._row_params) if self._row_params else _EMPTY,
         )
         self._new_rows.clear()
@@ -447,6 +474,11 @@ class Scheduler:
             return
         self._free_rows.append(seq.row)
         seq.row = None
+
+
+def _records(records: Lanes[tuple[int, ...]], num_words: int) -> np.ndarray:
+    """(n, num_words) int32."""
+    return np.array(records, dtype=np.int32) if records else _NO_RECORDS[num_words]
 
 
 def check_fits(num_tokens: int, *, num_blocks: int, block_size: int) -> None:
