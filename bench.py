@@ -475,7 +475,7 @@ def host_pass(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
     """Run a workload without a profiler and return its steps' host times."""
     llm.reset_prefix_cache()
     engine, clock, steps = llm.llm_engine, HostClock(), []
-    engine.add(engine.make_requests(prompts, params))  # as generate does
+    engine.add(engine.make_requests([*prompts], params))  # as generate does
     last = time.perf_counter()
     with clock.watch(llm):
         while not engine.is_finished():

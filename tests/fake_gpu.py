@@ -129,8 +129,8 @@ class _FakeSlots:
     def fill(self, wire: np.ndarray) -> None:
         self.wires[0, : len(wire)] = torch.from_numpy(wire)
 
-    def launched(self) -> tuple[np.ndarray, SimpleNamespace]:
-        return self.tokens[0].numpy(), SimpleNamespace(synchronize=lambda: None)
+    def launched(self) -> SimpleNamespace:
+        return SimpleNamespace(tokens=self.tokens[0].numpy(), synchronize=lambda: None)
 
     def resync(self) -> None:
         pass

@@ -53,7 +53,7 @@ from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
-from nanovllm.utils.pinned import PinnedRing, StepSlots
+from nanovllm.utils.pinned import PinnedRing, Slot, StepSlots
 
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
@@ -82,7 +82,7 @@ class PendingTokens:
     def __init__(
         self,
         tokens: np.ndarray,
-        event: torch.cuda.Event | None,
+        event: torch.cuda.Event | Slot | None,
         logprobs: PendingLogprobs | None = None,
     ) -> None:
         self._tokens = tokens  # (lanes,) int32, valid once the event has passed
@@ -362,28 +362,68 @@ class ModelRunner:
         """Run one step and return a token for each lane."""
         return self.launch(batch).wait()
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingTokens:
         """Enqueue one step; its tokens start their way back as soon as they are drawn."""
-        if torch.is_autocast_enabled(self.device.type):
-            with torch.autocast(self.device.type, enabled=False):  # the caller's, not ours
-                return self.launch(batch)
         if len(batch.new_blocks):
             apply_new_blocks(batch, self.block_tables)
+        shape = self.graphs.shape_for(batch) if self.graphs else None
+        if shape is not None and not len(batch.new_rows) and self.second_pass.is_idle:
+            wire = batch.to_wire()
+            if len(wire) <= self.slots.num_words:
+                return self._replay(batch, shape, wire)  # calls nothing that heeds torch's modes
+        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
+            return self._launch(batch, shape)
+
+    def _launch(self, batch: ScheduledBatch, shape: StepShape | None) -> PendingTokens:
         if len(batch.new_rows):
             self.second_pass.take(batch)
-        if self.device.type == "cuda":
-            shape, wire = self._shape_for(batch), batch.to_wire()
-            num_words = len(wire) - len(batch.row_params)
-            if shape is not None and num_words <= self.slots.num_words:
-                return self._launch_shape(batch, shape, wire[:num_words])
+        if self.second_pass.reads_prompts:
+            shape = None  # a graph keeps no hidden states
+        if shape is not None or (self.device.type == "cuda" and not batch.num_prefills):
+            wire = batch.to_wire()
+            wire = wire[: len(wire) - len(batch.row_params)]
+            if len(wire) <= self.slots.num_words:
+                return self._launch_from_slot(batch, shape, wire)
         prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
         result = self._run_step(prepare(batch))
         logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
         if self.device.type == "cpu":
             return PendingTokens(result.tokens.numpy(), None, logprobs)
-        tokens, event = self.downloads.download(result.tokens)
-        return PendingTokens(tokens[: batch.num_lanes], event, logprobs)
+        return self._download(batch, result.tokens, logprobs)
+
+    def _launch_from_slot(
+        self, batch: ScheduledBatch, shape: StepShape | None, wire: np.ndarray
+    ) -> PendingTokens:
+        """A step that finds its wire in a slot: replayed, or, without a `shape`, run eagerly."""
+        if shape is not None:
+            pending = self._replay(batch, shape, wire)
+        else:
+            self.slots.fill(wire)
+            max_context_len = int(batch.starts.max()) + 1
+            self._run_shape(StepShape(0, 0, batch.num_lanes), max_context_len)
+            pending = self._pending_of(batch)
+        if self.second_pass.is_idle:
+            return pending
+        result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
+        logprobs = self.second_pass.run(batch, result)
+        return self._download(batch, self.tokens, logprobs)
+
+    def _replay(self, batch: ScheduledBatch, shape: StepShape, wire: np.ndarray) -> PendingTokens:
+        assert self.graphs is not None, "no step has been captured"
+        self.slots.fill(wire)
+        self.graphs.replay(shape)
+        return self._pending_of(batch)
+
+    def _pending_of(self, batch: ScheduledBatch) -> PendingTokens:
+        """What a step that has just been launched leaves in its slot."""
+        slot = self.slots.launched()
+        return PendingTokens(slot.tokens[: batch.num_lanes], slot)
+
+    def _download(
+        self, batch: ScheduledBatch, tokens: torch.Tensor, logprobs: PendingLogprobs | None
+    ) -> PendingTokens:
+        words, event = self.downloads.download(tokens)
+        return PendingTokens(words[: batch.num_lanes], event, logprobs)
 
     def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
@@ -458,30 +498,6 @@ class ModelRunner:
         return logits, self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.ends)
 
     # ------------------------------------------------------------------ steps of fixed shape
-
-    def _shape_for(self, batch: ScheduledBatch) -> StepShape | None:
-        """What a step is padded to if it reads its slot; None: it is prepared by the host."""
-        shape = self.graphs.shape_for(batch) if self.graphs else None
-        if shape is None and not batch.num_prefills:
-            shape = StepShape(0, 0, batch.num_lanes)
-        return None if self.second_pass.reads_prompts else shape
-
-    def _launch_shape(
-        self, batch: ScheduledBatch, shape: StepShape, wire: np.ndarray
-    ) -> PendingTokens:
-        """A step that finds its wire in a slot: replayed if it was captured, else run eagerly."""
-        self.slots.fill(wire)
-        if self.graphs is not None and shape in self.graphs:
-            self.graphs.replay(shape)
-        else:
-            self._run_shape(shape, int(batch.starts.max()) + 1)
-        tokens, event = self.slots.launched()
-        logprobs = None
-        if not self.second_pass.is_idle:
-            result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
-            logprobs = self.second_pass.run(batch, result)
-            tokens, event = self.downloads.download(self.tokens)
-        return PendingTokens(tokens[: batch.num_lanes], event, logprobs)
 
     def _run_shape(self, shape: StepShape, max_context_len: int | None = None) -> None:
         """What a graph holds: from the slot's wire to the tokens in the slot."""

@@ -5,8 +5,9 @@ keep every multiprocessor streaming until the end. Sequences differ in length, s
 *chunks*, and a chunk of one KV head is the unit of work. `plan_decode_kernel` lists the chunks once
 a step, for all layers: it picks the chunk length from the sum of the lengths, so that the list fits
 `num_seqs + spare_items` rows of a grid whatever the lengths are, and puts long chunks first, since
-short ones fill the gaps at the end. The grid doesn't depend on max_model_len, and one captured CUDA
-graph serves every context length.
+short ones fill the gaps at the end. Where a somewhat longer chunk lets all programs run at once, it
+takes that: a few that wait for a second turn would be most of a short launch. The grid doesn't
+depend on max_model_len, and one captured CUDA graph serves every context length.
 
 A sequence of one chunk is written at once; of several, each chunk leaves a float32 partial result,
 and whoever finishes last adds them up in the order of the chunks, so that results don't depend on
@@ -44,7 +45,8 @@ class DecodeTuning:
     num_warps: int
     num_stages: int  # tiles in flight, K and V each
     min_chunk: int  # tokens, a multiple of block_n: shorter chunks cost more than they balance
-    spare_items: int  # work items beyond one a lane
+    spare_items: int  # work items beyond one a lane; more of them where KV heads are fewer than 8
+    programs_per_sm: float = 4.8  # that run at once, a little less than do
 
 
 def decode_tuning(
@@ -73,6 +75,8 @@ class DecodePlan:
     partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: weighted sums of V
     partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
     partial_sum: torch.Tensor  # (max_items, num_q_heads) float32: sum of exponentials
+    spare_items: int
+    resident_items: int  # items whose programs, one a KV head, all run at once; 0: not known
 
     @classmethod
     def allocate(
@@ -107,7 +111,9 @@ class DecodePlan:
             raise ValueError(
                 f"min_chunk is {tuning.min_chunk}, must be a multiple of block_n, {tuning.block_n}"
             )
-        max_items = max_num_seqs + tuning.spare_items
+        spare_items = tuning.spare_items * max(1, 8 // num_kv_heads)
+        max_items = max_num_seqs + spare_items
+        num_programs = int(tuning.programs_per_sm * _num_sms(torch.device(device)))
 
         def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -120,6 +126,8 @@ class DecodePlan:
             partial_out=zeros(max_items, num_q_heads, head_dim, dtype=torch.float32),
             partial_max=zeros(max_items, num_q_heads, dtype=torch.float32),
             partial_sum=zeros(max_items, num_q_heads, dtype=torch.float32),
+            spare_items=spare_items,
+            resident_items=num_programs // num_kv_heads,
         )
 
     def update(self, context_lens: torch.Tensor) -> None:
@@ -134,13 +142,13 @@ class DecodePlan:
         num_seqs = self._check_lanes(context_lens)
         plan_decode_kernel[(triton.cdiv(num_seqs, 16),)](
             context_lens, self.items, self.lane_items, num_seqs, self.num_items(num_seqs),
-            self.tuning.min_chunk, self.tuning.block_n,
+            self.tuning.min_chunk, self.tuning.block_n, self.resident_items,
             BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16,
         )  # fmt: skip
 
     def num_items(self, num_seqs: int) -> int:
         """Rows of the grid for num_seqs lanes: an upper bound on the work items of any lengths."""
-        return num_seqs + self.tuning.spare_items
+        return num_seqs + self.spare_items
 
     def _check_lanes(self, context_lens: torch.Tensor) -> int:
         max_num_seqs = self.lane_items.shape[0]
@@ -151,6 +159,12 @@ class DecodePlan:
             )
         check_int32(context_lens=context_lens)
         return context_lens.shape[0]
+
+
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def decode_attention(
@@ -246,8 +260,10 @@ def gather_kv(
 
 
 @triton.jit(
-    do_not_specialize=["context_lens_ptr", "num_seqs", "num_items", "min_chunk", "chunk_step"]
-)
+    do_not_specialize=[
+        "context_lens_ptr", "num_seqs", "num_items", "min_chunk", "chunk_step", "resident_items",
+    ]
+)  # fmt: skip
 def plan_decode_kernel(
     context_lens_ptr,
     items_ptr,
@@ -256,6 +272,7 @@ def plan_decode_kernel(
     num_items,
     min_chunk,
     chunk_step,
+    resident_items,
     BLOCK_LANES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -270,6 +287,10 @@ def plan_decode_kernel(
     chunk = _pick_chunk(
         context_lens_ptr, num_seqs, num_items - num_seqs, min_chunk, chunk_step, BLOCK_SEQS
     )
+    if num_seqs < resident_items:
+        chunk = _lengthen_chunk(
+            context_lens_ptr, num_seqs, chunk, chunk_step, resident_items, BLOCK_SEQS
+        )
     lanes = program * BLOCK_LANES + tl.arange(0, BLOCK_LANES)
     lens = tl.load(context_lens_ptr + lanes, mask=lanes < num_seqs, other=0)
     num_full = lens // chunk
@@ -313,6 +334,24 @@ def _pick_chunk(
         total += tl.sum(tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0), axis=0)
     chunk = tl.maximum(tl.cdiv(total, spare_items), min_chunk)
     return tl.cdiv(chunk, chunk_step) * chunk_step
+
+
+@triton.jit
+def _lengthen_chunk(
+    context_lens_ptr, num_seqs, chunk, chunk_step, resident_items, BLOCK_SEQS: tl.constexpr
+):
+    """The shortest of chunk to 1.25 · chunk that makes at most resident_items items, else chunk."""
+    parts = 32 + tl.arange(0, 16)
+    candidates = tl.cdiv(tl.cdiv(chunk * parts, 32), chunk_step) * chunk_step
+    num_items = tl.zeros([16], tl.int32)
+    for first in range(0, num_seqs, BLOCK_SEQS):
+        seqs = first + tl.arange(0, BLOCK_SEQS)
+        lens = tl.load(context_lens_ptr + seqs, mask=seqs < num_seqs, other=0)
+        num_items += tl.sum(tl.cdiv(lens[:, None], candidates[None, :]), axis=0)
+    fits = (num_items <= resident_items) & (parts <= 40)
+    longest = candidates + tl.where(fits, 0, 1 << 30)
+    shortest = tl.min(longest, axis=0)
+    return tl.where(shortest < (1 << 30), shortest, chunk)
 
 
 @triton.jit

@@ -75,6 +75,28 @@ class PinnedRing:
         return buffer
 
 
+class Slot:
+    """One step's words in pinned memory, and the event behind the step."""
+
+    __slots__ = ("_event", "_is_in_flight", "tokens", "wire")
+
+    def __init__(self, wire: np.ndarray, tokens: np.ndarray) -> None:
+        self.wire, self.tokens = wire, tokens
+        self._event = torch.cuda.Event()
+        self._is_in_flight = False
+
+    def record(self) -> None:
+        """Note that the step has been launched."""
+        self._event.record()
+        self._is_in_flight = True
+
+    def synchronize(self) -> None:
+        """Wait until the step is done."""
+        if self._is_in_flight:
+            self._event.synchronize()
+            self._is_in_flight = False
+
+
 class StepSlots:
     """What a step's own kernels read from the host, and write to it.
 
@@ -89,26 +111,25 @@ class StepSlots:
         self.tokens = _pinned(NUM_BUFFERS, num_tokens)  # (slots, num_tokens), written by it
         self.turn = torch.zeros(1, dtype=torch.int32, device=device)
         self.num_words = num_words
-        self._wire_arrays = list(self.wires.numpy())
-        self._token_arrays = list(self.tokens.numpy())
-        self._events = [torch.cuda.Event() for _ in range(NUM_BUFFERS)]
+        pairs = zip(self.wires.numpy(), self.tokens.numpy(), strict=True)
+        self._slots = [Slot(wire, tokens) for wire, tokens in pairs]
         self._next = 0
 
     def fill(self, wire: np.ndarray) -> None:
         """Write the wire of the step to be launched next."""
-        self._events[self._next].synchronize()
-        self._wire_arrays[self._next][: len(wire)] = wire
+        slot = self._slots[self._next]
+        slot.synchronize()
+        slot.wire[: len(wire)] = wire
 
-    def launched(self) -> tuple[np.ndarray, torch.cuda.Event]:
-        """Note that the step has been launched.
+    def launched(self) -> Slot:
+        """Note that the step has been launched; its tokens are in the slot when that is done.
 
-        Returns:
-            An array that holds its tokens once the event has passed, until the slots come round.
+        They stay there until the slots come round.
         """
-        slot = self._next
-        self._events[slot].record()
-        self._next = (slot + 1) % NUM_BUFFERS
-        return self._token_arrays[slot], self._events[slot]
+        slot = self._slots[self._next]
+        slot.record()
+        self._next = (self._next + 1) % NUM_BUFFERS
+        return slot
 
     def resync(self) -> None:
         """Go on with the slot whose turn it is on the device; nothing may be in flight."""

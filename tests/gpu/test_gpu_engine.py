@@ -394,7 +394,7 @@ def test_float32_tokens_are_the_same_however_they_are_scheduled(
     options = {"dtype": "float32", "attention_backend": "triton", **options}
     with spread(open_llm(folder, **options)) as llm:
         check_answers(reference, right_answers, tokens_of(llm, prompts_alike()))
-        if options.get("num_kvcache_blocks") == 9:
+        if options.get("num_kvcache_blocks") == 9 and "max_num_mixed_tokens" not in options:
             assert llm.stats().num_preemptions > 0
 
 

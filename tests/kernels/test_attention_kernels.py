@@ -247,6 +247,23 @@ def test_decode_plan_lists_every_chunk_once_long_ones_first(context_lens: list[i
     check_plan(context_lens, SMALL_TUNING, "cpu")
 
 
+@interpreted
+@pytest.mark.parametrize(("context_lens", "resident_items", "chunk"), [
+    ([160] * 4, 0, 128),  # 640 tokens over 5 spare items
+    ([160] * 4, 8, 128),  # as it is they all run at once
+    ([160] * 4, 7, 160),  # a quarter longer: one chunk each
+    ([250, 150, 150, 90], 5, 160),
+    ([250, 150, 150, 90], 4, 128),  # never more than a quarter longer
+])  # fmt: skip
+def test_chunks_grow_a_little_so_that_all_run_at_once(
+    context_lens: list[int], resident_items: int, chunk: int
+) -> None:
+    plan = decode.DecodePlan.allocate(8, 16, 8, 32, 16, "cpu", tuning=SMALL_TUNING)
+    plan = replace(plan, resident_items=resident_items)
+    plan.update(torch.tensor(context_lens, dtype=torch.int32))
+    assert max(end - start for _, start, end, _ in plan.items.tolist()) == chunk
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "context_lens", [[131072], [1] * 512, list(range(1, 2049, 4)), [32768, *[7] * 300]]
