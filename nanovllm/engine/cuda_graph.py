@@ -63,6 +63,12 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+@cache
+def side_stream(device: int) -> torch.cuda.Stream:
+    """For a branch beside the main one; what is launched there starts first, since it is little."""
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class StepGraphs:
     """One captured graph for each shape of step; addresses never change after capture."""
 

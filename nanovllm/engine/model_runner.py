@@ -27,7 +27,7 @@ from nanovllm.engine.batch import (
     flatten,
     new_row,
 )
-from nanovllm.engine.cuda_graph import StepGraphs, decode_shapes, mixed_shapes
+from nanovllm.engine.cuda_graph import StepGraphs, decode_shapes, mixed_shapes, side_stream
 from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on_gpu
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
@@ -130,6 +130,7 @@ class ModelRunner:
             load_model(self.model, settings.folder)
         self.sampler = Sampler(self.tp, self.model.lm_head.vocab_start)
         self.graphs: StepGraphs | None = None
+        self._side_stream: torch.cuda.Stream | None = None  # of captured mixed steps
         self.kv_cache: torch.Tensor | None = None
         self.compile_s = 0.0  # what `compile_kernels` took
         self._allocate_buffers()
@@ -215,6 +216,8 @@ class ModelRunner:
             self.wire.zero_()
             for num_lanes in sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND}):
                 self._run_shape(StepShape(0, 0, num_lanes))
+            for shape in self._shapes()[-1:]:  # a mixed one, if there are any
+                self._run_shape(shape)
         limits = (self.settings.config.max_num_batched_tokens, self.settings.max_model_len - 1)
         self.run(_dummy_prefill([min(_NUM_TOKENS_OF_MANY, *limits)]))
         self.tokens.zero_()
@@ -346,6 +349,7 @@ class ModelRunner:
             self.graphs = self._try_capture(self._shapes())
 
     def _try_capture(self, shapes: list[StepShape]) -> StepGraphs | None:
+        self._side_stream = side_stream(torch.cuda.current_device())
         self.slots.clear()  # steps without lanes: all of them are padding
         try:
             with torch.inference_mode():
@@ -528,6 +532,7 @@ class ModelRunner:
             max_seqlen_k=max_context_len,
             logits_indices=inputs.logits_indices if shape.num_prefills else None,
             decode_plan=self.decode_plan,
+            side_stream=self._side_stream,
         )
         is_cuda = self.device.type == "cuda"
         return StepInputs(

@@ -161,6 +161,18 @@ class DecodePlan:
         return context_lens.shape[0]
 
 
+def new_or_checked(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+    """Where the attention of `q` is written: `out`, which must fit, or a new tensor."""
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}, expected "
+            f"contiguous {tuple(q.shape)} {q.dtype}"
+        )
+    return out
+
+
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
@@ -175,6 +187,7 @@ def decode_attention(
     context_lens: torch.Tensor,
     scale: float,
     plan: DecodePlan,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with one query a sequence over its cached keys, in one launch.
 
@@ -191,6 +204,7 @@ def decode_attention(
             lane.
         scale: factor of the scores, 1/sqrt(head_dim) as a rule.
         plan: made for these heads, updated with these context_lens.
+        out: where to write the result, contiguous, of q's shape and dtype; None: a new tensor.
 
     Returns:
         (num_seqs, num_q_heads, head_dim) in q's dtype; padded lanes are 0.
@@ -211,7 +225,7 @@ def decode_attention(
             f"the plan is for {tuple(plan.partial_out.shape[1:])} (query heads, head_dim), "
             f"q has {tuple(q.shape[1:])}: allocate one for these heads"
         )
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = new_or_checked(out, q)
     group = num_q_heads // num_kv_heads
     decode_attention_kernel[(plan.num_items(num_seqs) * num_kv_heads,)](
         out, q, k_cache, v_cache, block_tables,

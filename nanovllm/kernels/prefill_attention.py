@@ -23,6 +23,7 @@ from nanovllm.kernels.decode_attention import (
     check_int32,
     check_queries,
     gather_kv,
+    new_or_checked,
 )
 from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache
@@ -65,6 +66,7 @@ def prefill_attention(
     max_seqlen_q: int,
     scale: float,
     tuning: PrefillTuning | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend with the new tokens of each sequence, causally, over all of its cached keys.
 
@@ -83,6 +85,7 @@ def prefill_attention(
         max_seqlen_q: upper bound on the new tokens of one sequence; bounds the grid.
         scale: factor of the scores, 1/sqrt(head_dim) as a rule.
         tuning: for experiments.
+        out: where to write the result, contiguous, of q's shape and dtype; None: a new tensor.
 
     Returns:
         (num_tokens, num_q_heads, head_dim) in q's dtype.
@@ -98,7 +101,7 @@ def prefill_attention(
     _, block_size, num_kv_heads, _ = k_cache.shape
     check_heads(num_q_heads, num_kv_heads, head_dim, block_size)
     num_seqs = context_lens.shape[0]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = new_or_checked(out, q)
     if num_tokens == 0:
         return out
     if tuning is None:

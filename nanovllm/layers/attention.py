@@ -3,7 +3,8 @@
 A step's keys and values are stored before anything attends, for all lanes at once. That order is
 what lets two prompts of one step share a prefix: the second reads blocks that the first has just
 written. Prefill lanes bring many queries each and are bound by arithmetic; decode lanes bring one
-query each and are bound by reading the cache; a backend has one function for either.
+query each and are bound by reading the cache; a backend has a function for either, and one for
+steps of both.
 """
 
 import torch
@@ -48,16 +49,10 @@ class Attention(nn.Module):
         Returns:
             (tokens, heads * head_dim).
         """
-        context = get_context()
-        num_prefill_tokens = context.num_prefill_tokens
-        caches = (self.k_cache, self.v_cache)
+        context, backend = get_context(), self.backend
+        run = backend.mixed
         if context.num_decodes == 0:
-            out = self.backend.prefill(q, *caches, context, self.scale)
+            run = backend.prefill
         elif context.num_prefills == 0:
-            out = self.backend.decode(q, *caches, context, self.scale)
-        else:
-            out = torch.empty_like(q)
-            prefill_q, decode_q = q[:num_prefill_tokens], q[num_prefill_tokens:]
-            out[:num_prefill_tokens] = self.backend.prefill(prefill_q, *caches, context, self.scale)
-            out[num_prefill_tokens:] = self.backend.decode(decode_q, *caches, context, self.scale)
-        return out.flatten(1)
+            run = backend.decode
+        return run(q, self.k_cache, self.v_cache, context, self.scale).flatten(1)

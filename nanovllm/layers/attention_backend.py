@@ -1,8 +1,8 @@
 """Who computes attention: flash-attn, our Triton kernels, or plain torch.
 
-A backend is two functions of one shape, one for the prefill lanes of a step and one for its decode
-lanes. Both read keys and values from the paged cache only. `select_backend` turns the user's wish
-into a backend or an error that says what the wish lacks.
+A backend is a few functions of one shape: for the prefill lanes of a step, for its decode lanes,
+and for a mixed step of both. They read keys and values from the paged cache only. `select_backend`
+turns the user's wish into a backend or an error that says what the wish lacks.
 
 `torch` gathers each lane's blocks and calls scaled_dot_product_attention: it is the reference, runs
 everywhere and takes any block size. `flash_attn` is version 3 on Hopper GPUs if it is installed,
@@ -10,7 +10,8 @@ else version 2. `triton` needs no compiled extension.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -26,12 +27,13 @@ _GATHER_ELEMENTS = 1 << 24
 
 
 class AttentionBackend(NamedTuple):
-    """A pair of attention functions."""
+    """Attention functions that go together."""
 
     prefill_name: str  # who runs prefill lanes, as reported by stats()
     decode_name: str  # and decode lanes
     prefill: AttentionFn
     decode: AttentionFn
+    mixed: AttentionFn  # prefill lanes first
     needs_plan: bool = False  # whether decode wants Context.decode_plan
     is_capturable: bool = False  # whether decode may run inside a CUDA graph
 
@@ -58,7 +60,24 @@ def select_backend(
 
 def torch_backend() -> AttentionBackend:
     """The reference, on any device."""
-    return AttentionBackend("torch", "torch", prefill_torch, decode_torch)
+    mixed = _in_parts(prefill_torch, decode_torch)
+    return AttentionBackend("torch", "torch", prefill_torch, decode_torch, mixed)
+
+
+def _in_parts(prefill: AttentionFn, decode: AttentionFn) -> AttentionFn:
+    """Prefill lanes, then decode lanes."""
+
+    def mixed(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        prefill_q, decode_q = q[: ctx.num_prefill_tokens], q[ctx.num_prefill_tokens :]
+        parts = (
+            prefill(prefill_q, k_cache, v_cache, ctx, scale),
+            decode(decode_q, k_cache, v_cache, ctx, scale),
+        )
+        return torch.cat(parts)
+
+    return mixed
 
 
 def _best_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
@@ -197,7 +216,8 @@ def _flash_attn_2() -> AttentionBackend:
             causal=True,
         ).squeeze(1)
 
-    return AttentionBackend("flash_attn_2", "flash_attn_2", prefill, decode, is_capturable=True)
+    name, mixed = "flash_attn_2", _in_parts(prefill, decode)
+    return AttentionBackend(name, name, prefill, decode, mixed, is_capturable=True)
 
 
 def _flash_attn_3() -> AttentionBackend:
@@ -232,7 +252,8 @@ def _flash_attn_3() -> AttentionBackend:
             causal=True,
         ).squeeze(1)
 
-    return AttentionBackend("flash_attn_3", "flash_attn_3", prefill, decode, is_capturable=True)
+    name, mixed = "flash_attn_3", _in_parts(prefill, decode)
+    return AttentionBackend(name, name, prefill, decode, mixed, is_capturable=True)
 
 
 def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
@@ -249,7 +270,12 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
     from nanovllm.kernels.prefill_attention import prefill_attention
 
     def prefill(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        ctx: Context,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return prefill_attention(
             q,
@@ -260,10 +286,16 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
             ctx.context_lens[: ctx.num_prefills],
             ctx.max_seqlen_q,
             scale,
+            out=out,
         )
 
     def decode(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        ctx: Context,
+        scale: float,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert ctx.decode_plan is not None, "the runner made no decode plan"
         return decode_attention(
@@ -274,8 +306,38 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
             ctx.context_lens[ctx.num_prefills :],
             scale,
             ctx.decode_plan,
+            out,
         )
 
+    def mixed(
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
+    ) -> torch.Tensor:
+        out, caches = torch.empty_like(q), (k_cache, v_cache)
+        prompts, decodes = slice(ctx.num_prefill_tokens), slice(ctx.num_prefill_tokens, None)
+        # A few prompt tokens leave most of the GPU idle for as long as their longest prompt takes.
+        with _beside(ctx.side_stream):
+            prefill(q[prompts], *caches, ctx, scale, out[prompts])
+        decode(q[decodes], *caches, ctx, scale, out[decodes])
+        _join(ctx.side_stream)
+        return out
+
     return AttentionBackend(
-        "triton", "triton", prefill, decode, needs_plan=True, is_capturable=True
+        "triton", "triton", prefill, decode, mixed, needs_plan=True, is_capturable=True
     )
+
+
+@contextmanager
+def _beside(side_stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Launch what is inside on another stream, behind all that was launched so far; see `_join`."""
+    if side_stream is None:
+        yield
+        return
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
+        yield
+
+
+def _join(side_stream: torch.cuda.Stream | None) -> None:
+    """Let whatever is launched next wait for what ran beside."""
+    if side_stream is not None:
+        torch.cuda.current_stream().wait_stream(side_stream)

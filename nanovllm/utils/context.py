@@ -37,6 +37,7 @@ class Context:
     max_seqlen_k: int  # longest lane, in tokens seen
     logits_indices: torch.Tensor | None  # (lanes,) last token of each lane; None: every token
     decode_plan: "DecodePlan | None" = None  # of the Triton decode kernel, shared by all layers
+    side_stream: torch.cuda.Stream | None = None  # for what may run beside the decode lanes
 
 
 _context: ContextVar[Context] = ContextVar("nanovllm_step_context")
