@@ -25,9 +25,10 @@ from nanovllm.engine.batch import (
 )
 from nanovllm.kernels.row_state import StepShape
 
-# Spaced so that padding costs little where it matters: below 64 lanes a step's time hardly depends
-# on the lanes, above it attention does, and padded lanes have no context to read.
-_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Spaced so that padding costs little where it matters: below 128 lanes a step's time hardly depends
+# on the lanes, above it matrix products do, and not evenly: of 192 and 224 rows they take no less
+# than of 208 and 240. Padded lanes have no context to read.
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 208, 240, 256, 320, 384, 448, 512)
 _STEP_BEYOND = 128
 
 

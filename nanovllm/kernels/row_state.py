@@ -363,7 +363,7 @@ def step_inputs_torch(
     inputs.temperatures[:num_lanes] = state.temperatures[rows]
     inputs.seeds[:num_lanes] = state.seeds[rows]
     prefill_gap = shape.num_prefill_tokens - num_prompt_tokens
-    is_decode = torch.arange(num_lanes) >= num_prefills
+    is_decode = torch.arange(num_lanes, device=wire.device) >= num_prefills
     inputs.logits_indices[:num_lanes] = bounds - 1 + is_decode * prefill_gap
 
     prefills, decodes = slice(num_prefills), slice(num_prefills, None)
@@ -382,8 +382,9 @@ def step_inputs_torch(
         cumulated[1:] = lengths.sum()
         cumulated[1 : num_prefills + 1] = torch.cumsum(lengths, dim=0)
 
-    lane_of = torch.repeat_interleave(torch.arange(num_lanes), num_tokens)
-    positions = torch.arange(len(lane_of)) - (bounds - num_tokens - starts)[lane_of]
+    lane_of = torch.arange(num_lanes, device=wire.device).repeat_interleave(num_tokens)
+    before_start = bounds - num_tokens - starts  # a token's place among all, less its position
+    positions = torch.arange(len(lane_of), device=wire.device) - before_start[lane_of]
     blocks = state.block_tables[rows[lane_of], positions // block_size]
     prompt_ids = wire[first_token : first_token + num_prompt_tokens]
     input_ids = torch.cat((prompt_ids, state.last_tokens[rows[decodes]]))
