@@ -26,7 +26,7 @@ NEW_BLOCK_WORDS = 3
 # A mixed step may be captured, and a captured step has room for a fixed number of prompts.
 MAX_MIXED_PREFILLS = 16
 _MIN_PROMPT_SHARE = 4  # a quarter of a mixed step is for prompts, however many sequences decode
-_NUM_MIXED_SHAPES = 8  # decode lanes are counted in eighths of a mixed step
+_NUM_MIXED_SHAPES = 16  # decode lanes are counted in sixteenths of a mixed step
 
 
 def _empty(*shape: int) -> np.ndarray:

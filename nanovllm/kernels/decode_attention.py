@@ -33,7 +33,15 @@ __all__ = [
     "decode_tuning",
 ]
 
-ITEM_FIELDS = ("lane", "first key", "end of keys", "chunks of the lane, 0 = no work")
+ITEM_FIELDS = (
+    "lane",
+    "first key",
+    "end of keys",
+    "chunks of the lane, 0 = no work",
+    "first item of the lane",
+    "last item of the lane, its remainder",
+)
+ITEM_WORDS = 8  # 32 bytes, what one access to memory brings
 MIN_QUERY_ROWS = 16  # tl.dot takes no fewer rows
 
 
@@ -69,8 +77,7 @@ class DecodePlan:
     """
 
     tuning: DecodeTuning
-    items: torch.Tensor  # (max_items, 4) int32: ITEM_FIELDS
-    lane_items: torch.Tensor  # (max_num_seqs, 2) int32: a lane's first item, its last (a remainder)
+    items: torch.Tensor  # (max_items, ITEM_WORDS) int32: ITEM_FIELDS
     num_done: torch.Tensor  # (max_num_seqs, num_kv_heads) int32: chunks done; 0 between launches
     partial_out: torch.Tensor  # (max_items, num_q_heads, head_dim) float32: weighted sums of V
     partial_max: torch.Tensor  # (max_items, num_q_heads) float32: largest score, base 2
@@ -120,8 +127,7 @@ class DecodePlan:
 
         return cls(
             tuning=tuning,
-            items=zeros(max_items, len(ITEM_FIELDS), dtype=torch.int32),
-            lane_items=zeros(max_num_seqs, 2, dtype=torch.int32),
+            items=zeros(max_items, ITEM_WORDS, dtype=torch.int32),
             num_done=zeros(max_num_seqs, num_kv_heads, dtype=torch.int32),
             partial_out=zeros(max_items, num_q_heads, head_dim, dtype=torch.float32),
             partial_max=zeros(max_items, num_q_heads, dtype=torch.float32),
@@ -141,9 +147,9 @@ class DecodePlan:
         """
         num_seqs = self._check_lanes(context_lens)
         plan_decode_kernel[(triton.cdiv(num_seqs, 16),)](
-            context_lens, self.items, self.lane_items, num_seqs, self.num_items(num_seqs),
+            context_lens, self.items, num_seqs, self.num_items(num_seqs),
             self.tuning.min_chunk, self.tuning.block_n, self.resident_items,
-            BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16,
+            ITEM_WORDS=ITEM_WORDS, BLOCK_LANES=16, BLOCK_SEQS=256, BLOCK_CHUNKS=16,
         )  # fmt: skip
 
     def num_items(self, num_seqs: int) -> int:
@@ -151,7 +157,7 @@ class DecodePlan:
         return num_seqs + self.spare_items
 
     def _check_lanes(self, context_lens: torch.Tensor) -> int:
-        max_num_seqs = self.lane_items.shape[0]
+        max_num_seqs = self.num_done.shape[0]
         if context_lens.dim() != 1 or not 0 < context_lens.shape[0] <= max_num_seqs:
             raise ValueError(
                 f"context_lens is {tuple(context_lens.shape)}, the plan has room for 1 to "
@@ -229,10 +235,10 @@ def decode_attention(
     group = num_q_heads // num_kv_heads
     decode_attention_kernel[(plan.num_items(num_seqs) * num_kv_heads,)](
         out, q, k_cache, v_cache, block_tables,
-        plan.items, plan.lane_items, plan.num_done, plan.partial_out, plan.partial_max,
-        plan.partial_sum,
+        plan.items, plan.num_done, plan.partial_out, plan.partial_max, plan.partial_sum,
         scale * math.log2(math.e), q.stride(0), q.stride(1), block_tables.stride(0),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        ITEM_WORDS=ITEM_WORDS,
         NUM_KV_HEADS=num_kv_heads, GROUP=group, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         BLOCK_M=MIN_QUERY_ROWS, BLOCK_N=plan.tuning.block_n,
         BLOCK_D=triton.next_power_of_2(head_dim),
@@ -281,12 +287,12 @@ def gather_kv(
 def plan_decode_kernel(
     context_lens_ptr,
     items_ptr,
-    lane_items_ptr,
     num_seqs,
     num_items,
     min_chunk,
     chunk_step,
     resident_items,
+    ITEM_WORDS: tl.constexpr,
     BLOCK_LANES: tl.constexpr,
     BLOCK_SEQS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -314,23 +320,24 @@ def plan_decode_kernel(
         context_lens_ptr, num_seqs, chunk, lanes, rest, BLOCK_LANES, BLOCK_SEQS
     )
     num_chunks = num_full + has_rest.to(tl.int32)
+    rest_item = total_full + rank
+    last_item = tl.where(has_rest, rest_item, first_item + num_full - 1)
     for first in range(0, tl.max(num_full, axis=0), BLOCK_CHUNKS):
         index = first + tl.arange(0, BLOCK_CHUNKS)[None, :]
         _store_items(
             items_ptr, first_item[:, None] + index, lanes[:, None], index * chunk,
-            index * chunk + chunk,
-            num_chunks[:, None], index < num_full[:, None],
+            index * chunk + chunk, num_chunks[:, None], first_item[:, None], last_item[:, None],
+            index < num_full[:, None], ITEM_WORDS,
         )  # fmt: skip
-    rest_item = total_full + rank
-    _store_items(items_ptr, rest_item, lanes, lens - rest, lens, num_chunks, has_rest)
-    last_item = tl.where(has_rest, rest_item, first_item + num_full - 1)
-    tl.store(lane_items_ptr + lanes * 2, first_item, mask=lanes < num_seqs)
-    tl.store(lane_items_ptr + lanes * 2 + 1, last_item, mask=lanes < num_seqs)
+    _store_items(
+        items_ptr, rest_item, lanes, lens - rest, lens, num_chunks, first_item, last_item, has_rest,
+        ITEM_WORDS,
+    )  # fmt: skip
 
     first_unused = total_full + total_rest + program * BLOCK_SEQS
     for first in range(first_unused, num_items, tl.num_programs(0) * BLOCK_SEQS):
         unused = first + tl.arange(0, BLOCK_SEQS)
-        _store_items(items_ptr, unused, 0, 0, 0, 0, unused < num_items)
+        _store_items(items_ptr, unused, 0, 0, 0, 0, 0, 0, unused < num_items, ITEM_WORDS)
 
 
 @triton.jit
@@ -400,13 +407,26 @@ def _count_before(
 
 
 @triton.jit
-def _store_items(items_ptr, item, lane, start, end, num_chunks, mask):
+def _store_items(
+    items_ptr,
+    item,
+    lane,
+    start,
+    end,
+    num_chunks,
+    first_item,
+    last_item,
+    mask,
+    ITEM_WORDS: tl.constexpr,
+):
     """Write work items; everything broadcasts against `item`."""
-    fields = items_ptr + item * 4
+    fields = items_ptr + item * ITEM_WORDS
     tl.store(fields, lane, mask=mask)
     tl.store(fields + 1, start, mask=mask)
     tl.store(fields + 2, end, mask=mask)
     tl.store(fields + 3, num_chunks, mask=mask)
+    tl.store(fields + 4, first_item, mask=mask)
+    tl.store(fields + 5, last_item, mask=mask)
 
 
 @triton.jit(do_not_specialize=["block_tables_ptr", "q_stride_lane", "table_stride"])
@@ -417,7 +437,6 @@ def decode_attention_kernel(
     v_cache_ptr,
     block_tables_ptr,
     items_ptr,
-    lane_items_ptr,
     num_done_ptr,
     partial_out_ptr,
     partial_max_ptr,
@@ -429,6 +448,7 @@ def decode_attention_kernel(
     cache_stride_block,
     cache_stride_token,
     cache_stride_head,
+    ITEM_WORDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -441,10 +461,13 @@ def decode_attention_kernel(
     """One work item of one KV head a program; neighbours share the item and read adjacent rows."""
     item = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    lane = tl.load(items_ptr + item * 4).to(tl.int64)
-    start = tl.load(items_ptr + item * 4 + 1)
-    end = tl.load(items_ptr + item * 4 + 2)
-    num_chunks = tl.load(items_ptr + item * 4 + 3)
+    fields = items_ptr + item * ITEM_WORDS
+    lane = tl.load(fields).to(tl.int64)
+    start = tl.load(fields + 1)
+    end = tl.load(fields + 2)
+    num_chunks = tl.load(fields + 3)
+    first_item = tl.load(fields + 4)
+    last_item = tl.load(fields + 5)
     if num_chunks == 0:
         return
 
@@ -491,8 +514,8 @@ def decode_attention_kernel(
         if tl.atomic_add(num_done_ptr, 1, sem="acq_rel") == num_chunks - 1:
             tl.store(num_done_ptr, 0)
             _combine_chunks(
-                out_ptr, lane_items_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, lane,
-                kv_head, num_chunks,
+                out_ptr, partial_out_ptr, partial_max_ptr, partial_sum_ptr, lane, kv_head,
+                num_chunks, first_item, last_item,
                 NUM_KV_HEADS, GROUP, HEAD_DIM, BLOCK_GROUP, BLOCK_D,
             )  # fmt: skip
 
@@ -500,13 +523,14 @@ def decode_attention_kernel(
 @triton.jit
 def _combine_chunks(
     out_ptr,
-    lane_items_ptr,
     partial_out_ptr,
     partial_max_ptr,
     partial_sum_ptr,
     lane,
     kv_head,
     num_chunks,
+    first_item,
+    last_item,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -516,8 +540,6 @@ def _combine_chunks(
     """Add up a lane's partial results for the heads of one KV head, in the order of its chunks."""
     BLOCK_CHUNKS: tl.constexpr = 32 // BLOCK_GROUP  # loads in flight
     num_q_heads = NUM_KV_HEADS * GROUP
-    first_item = tl.load(lane_items_ptr + lane * 2)
-    last_item = tl.load(lane_items_ptr + lane * 2 + 1)
     rows = tl.arange(0, BLOCK_GROUP)
     head = kv_head * GROUP + rows
     dims = tl.arange(0, BLOCK_D)

@@ -261,7 +261,7 @@ def test_chunks_grow_a_little_so_that_all_run_at_once(
     plan = decode.DecodePlan.allocate(8, 16, 8, 32, 16, "cpu", tuning=SMALL_TUNING)
     plan = replace(plan, resident_items=resident_items)
     plan.update(torch.tensor(context_lens, dtype=torch.int32))
-    assert max(end - start for _, start, end, _ in plan.items.tolist()) == chunk
+    assert max(end - start for _, start, end, *_ in plan.items.tolist()) == chunk
 
 
 @pytest.mark.gpu
@@ -279,7 +279,7 @@ def check_plan(context_lens: list[int], tuning: decode.DecodeTuning, device: str
     items = plan.items[: plan.num_items(len(context_lens))].tolist()
     work = [item for item in items if item[3] > 0]
     assert items[: len(work)] == work, "items without work must come last"
-    lengths = [end - start for _, start, end, _ in work]
+    lengths = [end - start for _, start, end, *_ in work]
     assert lengths == sorted(lengths, reverse=True)
     chunk = max(lengths)
     assert (
@@ -287,14 +287,14 @@ def check_plan(context_lens: list[int], tuning: decode.DecodeTuning, device: str
     )
     for lane, length in enumerate(context_lens):
         owned = {
-            (start, end): row for row, (owner, start, end, _) in enumerate(work) if owner == lane
+            (start, end): row for row, (owner, start, end, *_) in enumerate(work) if owner == lane
         }
         chunks = [
             (start, min(start + chunk, length)) for start in range(0, max(length, 1), max(chunk, 1))
         ]
         assert sorted(owned) == chunks
-        assert {count for owner, _, _, count in work if owner == lane} == {len(chunks)}
-        first_item, last_item = plan.lane_items[lane].tolist()
+        ((count, first_item, last_item),) = {tuple(item[3:6]) for item in work if item[0] == lane}
+        assert count == len(chunks)
         rows = [*range(first_item, first_item + len(chunks) - 1), last_item]
         assert rows == [owned[keys] for keys in chunks]
 
@@ -586,6 +586,7 @@ HEADS = {"NUM_KV_HEADS": 8, "GROUP": 2, "HEAD_DIM": 128, "BLOCK_D": 128}
 def compile_cases(block_size: int) -> list[CompileCase]:
     decode_constants = {
         **HEADS,
+        "ITEM_WORDS": 8,
         "BLOCK_SIZE": block_size,
         "BLOCK_M": 16,
         "BLOCK_N": 64,
@@ -603,6 +604,7 @@ def compile_cases(block_size: int) -> list[CompileCase]:
         "BLOCK_DIM": 128,
     }
     plan_constants = {
+        "ITEM_WORDS": 8,
         "BLOCK_LANES": 16,
         "BLOCK_SEQS": 256,
         "BLOCK_CHUNKS": 16,
