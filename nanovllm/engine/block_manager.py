@@ -21,11 +21,11 @@ Source: block tables as in PagedAttention (Kwon et al., 2023); chained block has
 lazily evicted free blocks as in vLLM's automatic prefix caching.
 """
 
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence as Tokens
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
@@ -97,11 +97,8 @@ class BlockManager:
     @staticmethod
     def compute_hash(token_ids: Tokens[int], prefix_hash: int | None = None) -> int:
         """64-bit hash of a full block, chained to that of the block before it (None: the first)."""
-        digest = xxhash.xxh64()
-        if prefix_hash is not None:
-            digest.update(prefix_hash.to_bytes(8, "little"))
-        digest.update(np.asarray(token_ids, dtype=np.int32).tobytes())
-        return digest.intdigest()
+        prefix = b"" if prefix_hash is None else prefix_hash.to_bytes(8, "little")
+        return xxhash.xxh64_intdigest(prefix + struct.pack(f"{len(token_ids)}i", *token_ids))
 
     @property
     def num_free_blocks(self) -> int:
