@@ -395,7 +395,7 @@ def profile(args: argparse.Namespace, llm: LLM, passes: list[Pass]) -> dict[str,
         print("gpu: not shown, since each rank is a process of its own")
     elif llm.stats().device != "cpu":
         kernels = gpu_pass(llm, workload.prompts, params)
-        result["gpu"] = gpu_report(kernels, [step for step in steps if step.is_decode])
+        result["gpu"] = gpu_report(kernels, [s for s in steps if s.is_decode or s.is_mixed])
     result["floor"] = floor_report(args, llm, passes)
     return result
 
@@ -410,6 +410,7 @@ class HostStep:
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(HOST_PARTS, 0.0))
     num_lanes: int = 0  # of the step launched
     has_prompts: bool = False  # whether the step launched, or the one processed, ran a prompt
+    is_mixed: bool = False  # whether the step launched has prompt chunks and decode lanes
     seconds: float = 0.0  # all of it, from the end of the step before
 
     @property
@@ -451,6 +452,7 @@ class HostClock:
         def launch_and_note(batch: ScheduledBatch) -> TimedPending:
             self.step.num_lanes = batch.num_lanes
             self.step.has_prompts |= batch.num_prefills > 0
+            self.step.is_mixed = batch.num_prefills > 0 and batch.num_decodes > 0
             return TimedPending(launch(batch), self)
 
         with ExitStack() as patches:
@@ -491,19 +493,21 @@ def host_pass(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
 
 
 def host_report(steps: list[HostStep]) -> dict[str, object]:
-    """Mean host microseconds of a decode step, over all of them and over those of full batches."""
+    """Mean host microseconds of decode steps, of those with full batches, and of mixed steps."""
     decodes = [step for step in steps if step.is_decode]
     most = max((step.num_lanes for step in decodes), default=0)
     full = [step for step in decodes if step.num_lanes == most]
     report: dict[str, object] = {}
-    for name, group in (("all", decodes), ("full_batch", full)):
+    mixed = [step for step in steps if step.is_mixed]
+    for name, group in (("all", decodes), ("full_batch", full), ("mixed", mixed)):
         if not group:
             continue
         lanes = round(statistics.mean(step.num_lanes for step in group), 1)
         micros = mean_micros(group)
         report[name] = {"steps": len(group), "sequences": lanes, "us_per_step": micros}
+        kind = "mixed" if name == "mixed" else "decode"
         print(
-            f"host us per step, {len(group)} decode steps of {lanes:g} sequences: {listed(micros)}"
+            f"host us per step, {len(group)} {kind} steps of {lanes:g} sequences: {listed(micros)}"
         )
     return report
 
@@ -544,13 +548,16 @@ def kind_of(kernel_name: str) -> str:
 
 
 def gpu_pass(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[Kernel]:
-    """Run a workload and return what the GPU did once every prompt was in."""
+    """Run a workload and return what the GPU did once every prompt was in, or something decodes.
+
+    The latter where steps are mixed, since prompts then come in until shortly before the end.
+    """
     llm.reset_prefix_cache()
     engine = llm.llm_engine
-    for prompt, wish in zip(prompts, params, strict=True):
-        engine.add_request(prompt, wish)
+    engine.add(engine.make_requests([*prompts], params))
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-    while engine.scheduler.waiting:
+    is_mixed = llm.stats().max_num_mixed_tokens > 0
+    while engine.scheduler.waiting and not (is_mixed and engine.last_step.num_decode_tokens):
         engine.step()
     torch.cuda.synchronize()  # the prompts' own kernels are no part of the view
     with profiler:
@@ -575,7 +582,7 @@ def read_kernels(profiler: torch.profiler.profile) -> list[Kernel]:
 
 
 def gpu_report(kernels: list[Kernel], steps: list[HostStep]) -> dict[str, object]:
-    """How busy the GPU is while decoding, and with what.
+    """How busy the GPU is while decoding, prompt chunks beside it included, and with what.
 
     Recording a kernel costs time between kernels, so `busy` has two forms: within the recorded run,
     and against the wall time of the same steps in the run without a profiler.
@@ -601,7 +608,7 @@ def gpu_report(kernels: list[Kernel], steps: list[HostStep]) -> dict[str, object
         f"gpu busy: {busy_us / plain_us:.1%} of decode wall time "
         f"({busy_us / recorded_us:.1%} in the recorded run)"
     )
-    print(f"gpu us per step, {len(steps)} decode steps: {listed(micros)}")
+    print(f"gpu us per step, {len(steps)} decode and mixed steps: {listed(micros)}")
     return report
 
 

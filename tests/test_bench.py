@@ -158,7 +158,7 @@ def test_read_kernels_takes_what_the_gpu_did_from_the_trace():
         ("silu_and_mul_kernel", "norm/rope/store"),
         ("sample_kernel", "sampler"),
         ("combine_kernel", "sampler"),
-        ("decode_inputs_kernel", "other"),
+        ("step_inputs_kernel", "other"),
         ("Memcpy HtoD (Pinned -> Device)", "other"),
     ],
 )

@@ -54,7 +54,7 @@ class DecodeTuning:
     num_stages: int  # tiles in flight, K and V each
     min_chunk: int  # tokens, a multiple of block_n: shorter chunks cost more than they balance
     spare_items: int  # work items beyond one a lane; more of them where KV heads are fewer than 8
-    programs_per_sm: float = 4.8  # that run at once, a little less than do
+    programs_per_sm: float = 4.6  # that run at once, a little less than do
 
 
 def decode_tuning(
