@@ -7,6 +7,7 @@ is told which tokens come next: the same inputs for every backend, with no draw 
 
 import gc
 import json
+import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -505,6 +506,35 @@ def test_error_in_a_step_leaves_the_engine_usable(
     assert tokens_of(triton_llm, prompts, params) == expected
 
 
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_step_that_breaks_off_around_its_launch_leaves_host_and_device_in_step(
+    triton_llm: LLM, monkeypatch: pytest.MonkeyPatch, is_launched: bool
+) -> None:
+    """The slot is filled; the device may have taken its turn, and the host doesn't know."""
+    prompts, params = [prompt_of(30 + i) for i in range(4)], GREEDY.replace(max_tokens=8)
+    expected = tokens_of(triton_llm, prompts, params)
+    graphs = runner_of(triton_llm).graphs
+    assert graphs is not None
+    replay = graphs.replay
+    for num_replays in (1, 2, 3):
+        calls: list[StepShape] = []
+
+        def fail(
+            shape: StepShape, calls: list[StepShape] = calls, limit: int = num_replays
+        ) -> None:
+            calls.append(shape)
+            if len(calls) < limit or is_launched:
+                replay(shape)
+            if len(calls) == limit:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs, "replay", fail)
+            with pytest.raises(KeyboardInterrupt):
+                tokens_of(triton_llm, prompts, params)
+        assert tokens_of(triton_llm, prompts, params) == expected
+
+
 def test_second_engine_and_default_device_do_not_disturb(folder: Path, triton_llm: LLM) -> None:
     prompts, params = [prompt_of(30), prompt_of(300)], GREEDY.replace(max_tokens=8)
     expected = tokens_of(triton_llm, prompts, params)
@@ -551,6 +581,22 @@ def test_closed_engine_gives_its_memory_back_at_once(folder: Path) -> None:
     left = torch.cuda.memory_allocated() - before
     gc.enable()
     assert left < LEFT_BYTES
+
+
+@pytest.mark.parametrize("num_engines", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_engines_come_and_go_with_flat_memory(folder: Path, num_engines: int) -> None:
+    """On the device and on the host, from the third on: the first ones fill what is kept for all."""
+    used: list[tuple[int, int]] = []
+    for _ in range(num_engines):
+        with open_llm(folder, dtype="bfloat16", max_num_mixed_tokens=64) as llm:
+            tokens_of(llm, [prompt_of(10), prompt_of(300)])
+        del llm
+        settle()
+        statm = Path("/proc/self/statm").read_text().split()
+        used.append((torch.cuda.memory_reserved(), int(statm[1]) * os.sysconf("SC_PAGE_SIZE")))
+    device_bytes, host_bytes = zip(*used[2:], strict=True)
+    assert max(device_bytes) - min(device_bytes) < LEFT_BYTES
+    assert host_bytes[-1] - host_bytes[0] < 64e6
 
 
 def test_memory_of_others_is_not_charged(folder: Path) -> None:
@@ -623,7 +669,11 @@ def _synchronize() -> None:
     torch.cuda.synchronize()  # forbidden while a stream is captured
 
 
-@pytest.mark.parametrize("break_capture", [_raise, _synchronize])
+def _run_out_of_memory() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("break_capture", [_raise, _synchronize, _run_out_of_memory])
 def test_failed_capture_decodes_eagerly_and_leaves_no_trace(
     folder: Path,
     triton_llm: LLM,
