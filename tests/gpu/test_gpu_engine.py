@@ -585,7 +585,7 @@ def test_closed_engine_gives_its_memory_back_at_once(folder: Path) -> None:
 
 @pytest.mark.parametrize("num_engines", [4, pytest.param(50, marks=pytest.mark.slow)])
 def test_engines_come_and_go_with_flat_memory(folder: Path, num_engines: int) -> None:
-    """On the device and on the host, from the third on: the first ones fill what is kept for all."""
+    """From the third on: the first ones fill what is kept for all, on the device and the host."""
     used: list[tuple[int, int]] = []
     for _ in range(num_engines):
         with open_llm(folder, dtype="bfloat16", max_num_mixed_tokens=64) as llm:
