@@ -2,6 +2,7 @@
 
     python -m tests.fuzz --minutes 30            # prints what it did; stops at the first mistake
     python -m tests.fuzz --seed 17 --workloads 1 # one workload again
+    python -m tests.fuzz --mixed                 # every engine mixes prompts with decode lanes
 
 A workload is an engine with random options (odd block sizes, tiny pools, one or two ranks), and
 calls one after another: prompts in all forms, params of all fields, requests that come late or are
@@ -150,8 +151,10 @@ PLACES: dict[str, tuple[type, str]] = {
 ERRORS = (RuntimeError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError, OSError, ValueError)
 
 
-def random_workload(seed: int, tokenizer: Tokenizer, *, num_ranks: int | None = None) -> Workload:
-    """The workload of this seed."""
+def random_workload(
+    seed: int, tokenizer: Tokenizer, *, num_ranks: int | None = None, is_mixed: bool = False
+) -> Workload:
+    """The workload of this seed; with `is_mixed` its engine has mixed steps in any case."""
     rng = random.Random(seed)
     max_model_len = rng.choice((24, 64, 130, rng.randint(8, 320)))
     block_size = rng.choice(BLOCK_SIZES)
@@ -168,6 +171,8 @@ def random_workload(seed: int, tokenizer: Tokenizer, *, num_ranks: int | None = 
         "seed": rng.choice((0, 1, 2**63 - 1)),
         "tensor_parallel_size": num_ranks or (2 if rng.random() < 0.02 else 1),
     }
+    if is_mixed and not options["max_num_mixed_tokens"]:
+        options["max_num_mixed_tokens"] = 1 + seed % 32
     workload = Workload(options, ())
     maker = _AskMaker(rng, tokenizer, workload.max_tokens_of_pool)
     calls = tuple(_random_call(rng, maker, options) for _ in range(rng.randint(1, 6)))
@@ -362,13 +367,13 @@ class Fuzzer:
         llm.load_weights(weights)
         return llm
 
-    def run_seed(self, seed: int, num_ranks: int | None = None) -> None:
+    def run_seed(self, seed: int, num_ranks: int | None = None, *, is_mixed: bool = False) -> None:
         """Run one workload; if it fails, name a smaller one that does.
 
         Raises:
             Mistake: With the seed and the workload.
         """
-        workload = random_workload(seed, self.tokenizer, num_ranks=num_ranks)
+        workload = random_workload(seed, self.tokenizer, num_ranks=num_ranks, is_mixed=is_mixed)
         try:
             self.run(workload)
         except Exception as error:
@@ -379,6 +384,7 @@ class Fuzzer:
     def run(self, workload: Workload) -> None:
         """Run one workload and check all of it."""
         self.counts["workloads"] += 1
+        self.counts["workloads of mixed steps"] += bool(workload.options["max_num_mixed_tokens"])
         self.counts["workloads of two ranks"] += workload.options["tensor_parallel_size"] == 2
         with LLM(str(FOLDER), device="cpu", **workload.options) as llm:
             version = 0
@@ -727,6 +733,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the first workload")
     parser.add_argument("--workloads", type=int, help="how many; default: as time allows")
+    parser.add_argument("--mixed", action="store_true", help="mixed steps in every workload")
     parser.add_argument("--keep-going", action="store_true", help="also after a mistake")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -738,7 +745,7 @@ def main() -> None:
         if seed - args.seed == args.workloads or (is_late and args.workloads is None):
             break
         try:
-            fuzzer.run_seed(seed)
+            fuzzer.run_seed(seed, is_mixed=args.mixed)
         except Mistake as mistake:
             num_mistakes += 1
             print(mistake, flush=True)
