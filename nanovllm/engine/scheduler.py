@@ -236,7 +236,8 @@ class Scheduler:
             sequences: Unfinished sequences of this scheduler.
             reason: Their finish_reason, unless they have one.
         """
-        ended = set(sequences)
+        # Not a set, whose order changes from run to run, and with it whose blocks are reused first.
+        ended = dict.fromkeys(sequences)
         if not ended:
             return
         self._drop_decodes()

@@ -539,6 +539,18 @@ def test_sequences_that_end_together_are_returned_in_lane_order() -> None:
     assert run_step(scheduler) == [sequences[0], sequences[2]]
 
 
+def test_sequences_that_end_together_give_back_in_lane_order() -> None:
+    """They did it in order of their addresses, so the same run might find other prefixes."""
+    scheduler = make_scheduler(num_blocks=12, max_num_seqs=12)
+    for i in range(12):
+        add(scheduler, 2, max_tokens=1, seq_id=i)
+    run_step(scheduler)
+    later = [add(scheduler, 2, max_tokens=1, seq_id=12 + i) for i in range(12)]
+    schedule(scheduler)
+    assert [seq.row for seq in later] == list(range(11, -1, -1))
+    assert [seq.block_table for seq in later] == [[i] for i in range(12)]
+
+
 # ---------------------------------------------------------------- abort (C11)
 
 
