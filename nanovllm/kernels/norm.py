@@ -39,8 +39,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if num_tokens:
         block = triton.next_power_of_2(hidden)
         rms_norm_kernel[(num_tokens,)](
-            x, x, weight, out, _row_stride(x), 0, num_tokens, eps, HIDDEN=hidden,
-            BLOCK_HIDDEN=block, HAS_RESIDUAL=False, NUM_PARTS=1, num_warps=_num_warps(block),
+            x, x, weight, out, _row_stride(x), 0, eps, HIDDEN=hidden, BLOCK_HIDDEN=block,
+            HAS_RESIDUAL=False, num_warps=_num_warps(block),
         )  # fmt: skip
     return out
 
@@ -58,8 +58,7 @@ def add_rms_norm(
     """Add x to the residual stream and return (rms_norm(residual), residual).
 
     Args:
-        x: (tokens, hidden) of the residual's dtype, rows may be strided; or (parts, tokens, hidden)
-            float32, contiguous, what `gemm.split_linear` left to be added, first to last.
+        x: (tokens, hidden) of the residual's dtype; rows may be strided.
         residual: (tokens, hidden), **updated in place** with the rounded sum; the norm
             is that of the rounded sum, so it doesn't depend on which kernel added.
         weight: (hidden,).
@@ -79,10 +78,8 @@ def add_rms_norm(
     if num_tokens:
         block = triton.next_power_of_2(hidden)
         rms_norm_kernel[(num_tokens,)](
-            x, residual, weight, out, hidden if x.dim() == 3 else _row_stride(x),
-            _row_stride(residual), num_tokens, eps, HIDDEN=hidden, BLOCK_HIDDEN=block,
-            HAS_RESIDUAL=True, NUM_PARTS=x.shape[0] if x.dim() == 3 else 1,
-            num_warps=_num_warps(block),
+            x, residual, weight, out, _row_stride(x), _row_stride(residual), eps, HIDDEN=hidden,
+            BLOCK_HIDDEN=block, HAS_RESIDUAL=True, num_warps=_num_warps(block),
         )  # fmt: skip
     return out, residual
 
@@ -91,11 +88,11 @@ def add_rms_norm_torch(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`add_rms_norm` in plain torch; `residual` is updated in place here too."""
-    residual.copy_(residual + x.sum(dim=0) if x.dim() == 3 else residual + x)
+    residual += x
     return rms_norm_torch(residual, weight, eps), residual
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 def rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -103,12 +100,10 @@ def rms_norm_kernel(
     out_ptr,
     x_stride,
     residual_stride,
-    num_tokens,
     eps,
     HIDDEN: tl.constexpr,
     BLOCK_HIDDEN: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    NUM_PARTS: tl.constexpr,
 ):
     """One program a token: the whole row stays in registers between the sum of squares and the
     store.
@@ -116,11 +111,7 @@ def rms_norm_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_HIDDEN)
     mask = columns < HIDDEN
-    x_row = x_ptr + token * x_stride + columns
-    row = tl.load(x_row, mask=mask, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, NUM_PARTS):
-        part_row = x_row + (part * num_tokens).to(tl.int64) * x_stride
-        row += tl.load(part_row, mask=mask, other=0.0).to(tl.float32)
+    row = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_row = residual_ptr + token * residual_stride + columns
         row += tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
@@ -348,18 +339,13 @@ def _check_rows(x: torch.Tensor, width: int, name: str) -> None:
 
 
 def _check_addend(x: torch.Tensor, residual: torch.Tensor) -> None:
-    is_parts = x.dim() == 3
-    if x.shape[-2:] != residual.shape or x.dim() not in (2, 3):
+    if x.shape != residual.shape or x.dtype != residual.dtype:
         raise ValueError(
-            f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}: "
-            "expected equal shapes, or parts of that shape"
+            f"x is {tuple(x.shape)} {x.dtype}, residual {tuple(residual.shape)} "
+            f"{residual.dtype}: make shapes and dtypes equal"
         )
-    if x.dtype != (torch.float32 if is_parts else residual.dtype):
-        raise ValueError(
-            f"x is {x.dtype}, residual {residual.dtype}: make them equal, or parts float32"
-        )
-    if x.stride(-1) != 1 or (is_parts and not x.is_contiguous()):
-        raise ValueError(f"x has strides {x.stride()}: make its rows, or its parts, contiguous")
+    if x.stride(-1) != 1:
+        raise ValueError(f"x has strides {x.stride()}: make its rows contiguous")
 
 
 def _check_caches(

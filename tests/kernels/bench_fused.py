@@ -15,7 +15,7 @@ import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,14 +23,14 @@ import torch.nn.functional as F
 from nanovllm.kernels import sampling
 from nanovllm.kernels.activation import silu_and_mul, silu_and_mul_torch
 from nanovllm.kernels.gemm import (
+    MAX_GEMV_ROWS,
     GemmConfig,
     default_config,
     linear_add,
-    linear_candidates,
     norm_linear,
     norm_linear_silu,
+    sliced_config,
     small_batch_linear,
-    split_linear,
 )
 from nanovllm.kernels.norm import add_rms_norm, add_rms_norm_torch, qk_norm_rope_store, rms_norm
 
@@ -41,7 +41,9 @@ BYTES_PER_S = 4.3e12
 COLD_BYTES = 300e6  # more than an L2 cache holds
 ROUNDS = 5
 SMALL_ROWS = (1, 2, 4, 8, 16)
-SPLIT_ROWS = (32, 64, 128, 256)
+SLICED_CUTS = (  # block_n, slices, block_k
+    (8, 8, 64), (8, 4, 64), (8, 8, 128), (16, 8, 64), (16, 4, 64), (16, 4, 128), (32, 4, 64),
+)  # fmt: skip
 
 Product = Callable[[int, GemmConfig], object]  # (which copy of the weight, config) -> result
 
@@ -241,12 +243,15 @@ class Weights:
         ]
         self.norm_weight = randn(in_features)
 
-    def output_width(self, is_fused: bool) -> int:
-        return self.out_features // (2 if is_fused and self.name == "gate_up" else 1)
-
-    def candidates(self, rows: int, is_fused: bool) -> tuple[GemmConfig, ...]:
-        width = self.output_width(is_fused)
-        return linear_candidates(rows, width, self.in_features, is_fused=is_fused)
+    def candidates(self, rows: int) -> list[GemmConfig]:
+        """The configs worth measuring; weights of `gemv_kernel` must fit in registers."""
+        configs = [
+            sliced_config(self.in_features, block_n=block_n, slices=slices, block_k=block_k)
+            for block_n, slices, block_k in SLICED_CUTS
+        ]
+        if rows <= MAX_GEMV_ROWS and self.in_features <= 4096:
+            configs += [GemmConfig(rows, n, num_warps=warps) for n in (4, 8) for warps in (8, 4)]
+        return configs
 
     def products(self, rows: int) -> dict[bool, Product]:
         """The plain product and the one with its norm and epilogue, by `is_fused`."""
@@ -291,24 +296,21 @@ def compile_all(jobs: Iterable[Callable[[], object]]) -> None:
     torch.cuda.synchronize()
 
 
-def compile_jobs(
-    weights: Weights, rows: Iterable[int], kinds: Iterable[bool]
-) -> Iterator[Callable[[], object]]:
+def compile_jobs(weights: Weights, rows: Iterable[int]) -> Iterator[Callable[[], object]]:
     seen = set()
     for count in rows:
-        products = weights.products(count)
-        for is_fused in kinds:
-            for config in weights.candidates(count, is_fused):
+        for is_fused, product in weights.products(count).items():
+            for config in weights.candidates(count):
                 if (config, is_fused) not in seen:
                     seen.add((config, is_fused))
-                    yield lambda p=products[is_fused], c=config: p(0, c)
+                    yield lambda p=product, c=config: p(0, c)
 
 
 def fastest(weights: Weights, rows: int, is_fused: bool) -> tuple[float, GemmConfig]:
     """Time every candidate; return the best with its microseconds."""
     product = weights.products(rows)[is_fused]
     results = []
-    for config in weights.candidates(rows, is_fused):
+    for config in weights.candidates(rows):
         try:
             if not is_fused:
                 weights.check(rows, config)
@@ -334,8 +336,8 @@ def short(config: GemmConfig) -> str:
     if config.is_gemv:
         return f"gemv n{config.block_n} w{config.num_warps}"
     return (
-        f"m{config.block_m} n{config.block_n} k{config.block_k} slices{config.slices} "
-        f"split{config.split_k} w{config.num_warps} s{config.num_stages}"
+        f"n{config.block_n} k{config.block_k} slices{config.slices} w{config.num_warps} "
+        f"s{config.num_stages}"
     )
 
 
@@ -346,8 +348,7 @@ def choose(weights: Weights, rows: int, is_tuning: bool) -> Choice:
         fused_us, fused = fastest(weights, rows, True)
     else:
         products = weights.products(rows)
-        plain = default_config(rows, weights.out_features, weights.in_features)
-        fused = weights.candidates(rows, True)[0]
+        plain = fused = default_config(rows, weights.in_features)
         weights.check(rows, plain)
         plain_us = weights.product_us(products[False], plain)
         fused_us = weights.product_us(products[True], fused)
@@ -375,8 +376,8 @@ def bench_layer(
         normed, _ = add_rms_norm(linear("o", attended, i), residual, norm_weight, EPS)
         hidden.copy_(linear("down", silu_and_mul(linear("gate_up", normed, i)), i))
 
-    def fused_layer(i: int, use_pdl: bool) -> None:
-        config = {name: replace(choice.fused, use_pdl=use_pdl) for name, choice in choices.items()}
+    def fused_layer(i: int) -> None:
+        config = {name: choice.fused for name, choice in choices.items()}
         w = {name: weight.copies[i] for name, weight in weights.items()}
         qkv = norm_linear(residual, norm_weight, EPS, w["qkv"], config["qkv"])
         linear_add(qkv[:, :q_width], w["o"], residual, config["o"])
@@ -391,67 +392,21 @@ def bench_layer(
 
     hidden, residual = x0.clone(), x0.clone()
     layers = range(count)
-    times = {
+    return {
         "cublas": graph_us(lambda: [plain_layer(i, cublas) for i in layers], count),
         "plain": graph_us(lambda: [plain_layer(i, ours) for i in layers], count),
-        "fused": graph_us(lambda: [fused_layer(i, False) for i in layers], count),
+        "fused": graph_us(lambda: [fused_layer(i) for i in layers], count),
     }
-    results = []
-    for use_pdl in (False, True):
-        try:
-            residual.copy_(x0)
-            fused_layer(0, use_pdl)
-            results.append(residual.float().clone())
-            if use_pdl:
-                check("fused layer with dependent launch", results[1], results[0])
-                times["fused+pdl"] = graph_us(lambda: [fused_layer(i, True) for i in layers], count)
-        except Exception as error:
-            print(f"  fused layer, use_pdl {use_pdl}: {type(error).__name__} {str(error)[:200]}")
-    return times
-
-
-def bench_split(weights: Weights, rows: int, is_tuning: bool) -> str:
-    """o_proj or down_proj with the residual-add and norm after it: cuBLAS against parts."""
-    hidden = weights.out_features
-    x, residual, norm_weight = randn(rows, weights.in_features), randn(rows, hidden), randn(hidden)
-    config = default_config(rows, hidden, weights.in_features)
-    plain_us = weights.product_us(weights.products(rows)[False], config)
-    if is_tuning:
-        plain_us, config = fastest(weights, rows, False)
-    else:
-        weights.check(rows, config)
-    count = len(weights.copies)
-
-    def with_norm(product: Callable[[torch.Tensor], torch.Tensor]) -> float:
-        def body() -> list[object]:
-            return [add_rms_norm(product(w), residual, norm_weight, EPS) for w in weights.copies]
-
-        return graph_us(body, count)
-
-    cublas_norm = with_norm(lambda w: F.linear(x, w))
-    parts_norm = with_norm(lambda w: split_linear(x, w, config))
-    line = (
-        f"{weights.name:8} {rows:4} rows: cublas {weights.cublas_us(rows):5.1f}  split "
-        f"{plain_us:5.1f}   with add_rms_norm: cublas {cublas_norm:5.1f}  parts {parts_norm:5.1f}"
-        f"   ({short(config)})"
-    )
-    print(line)
-    return line
 
 
 def bench_products(shape: Shape, is_tuning: bool) -> list[str]:
-    """Every projection at small batches, whole layers, and the split products of 0.6B."""
-    is_small = shape.hidden == 1024
+    """Every projection at small batches, and whole layers."""
     weights = {
         name: Weights(name, n, k, shape.num_layers) for name, (n, k) in shape.linears().items()
     }
-    rows_list = SMALL_ROWS if is_small else (1, 8, 16)
+    rows_list = SMALL_ROWS if shape.hidden == 1024 else (1, 8, 16)
     if is_tuning:
-        jobs = [job for w in weights.values() for job in compile_jobs(w, rows_list, (False, True))]
-        if is_small:
-            for name in ("o", "down"):
-                jobs += compile_jobs(weights[name], SPLIT_ROWS, [False])
-        compile_all(jobs)
+        compile_all(job for w in weights.values() for job in compile_jobs(w, rows_list))
     summary = []
     for rows in rows_list:
         choices = {name: choose(w, rows, is_tuning) for name, w in weights.items()}
@@ -466,9 +421,6 @@ def bench_products(shape: Shape, is_tuning: bool) -> list[str]:
             f"{sums[0]:6.1f}  plain {sums[1]:6.1f}  fused {sums[2]:6.1f}   layer: {layer_times}"
         )
         print(summary[-1])
-    if is_small:
-        for name in ("o", "down"):
-            summary += [bench_split(weights[name], rows, is_tuning) for rows in SPLIT_ROWS]
     return summary
 
 

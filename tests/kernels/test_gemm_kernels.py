@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from compiling import CAPABILITIES, DEVICE, compile_for, needs_compiler, needs_launch
@@ -14,16 +12,13 @@ from nanovllm.kernels.gemm import (
     gemv_kernel,
     linear_add,
     linear_add_torch,
-    linear_candidates,
     linear_kernel,
     linear_torch,
     norm_linear,
     norm_linear_silu,
     norm_linear_silu_torch,
     norm_linear_torch,
-    reduce_kernel,
     small_batch_linear,
-    split_linear,
 )
 
 EPS = 1e-6
@@ -33,8 +28,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 GEMV = GemmConfig(block_m=1, block_n=4)
 GEMV_PAIR = GemmConfig(block_m=2, block_n=8)
 SLICED = GemmConfig(block_m=16, block_n=8, block_k=16, slices=4)
-PLAIN = GemmConfig(block_m=16, block_n=16, block_k=32)
-SPLIT = GemmConfig(block_m=16, block_n=16, block_k=16, split_k=4)
 CASES = [
     pytest.param(config, rows, inner, id=f"{name}-{rows}x{inner}")
     for name, config, rows, inner in [
@@ -44,13 +37,8 @@ CASES = [
         ("sliced", SLICED, 1, 64),
         ("sliced", SLICED, 5, 100),
         ("sliced", SLICED, 16, 192),
-        ("plain", PLAIN, 7, 70),
-        ("plain", PLAIN, 37, 64),
+        ("sliced", SLICED, 7, 70),
     ]
-]
-SPLIT_CASES = [
-    pytest.param(SPLIT, 3, 128, id="split-3x128"),
-    pytest.param(SPLIT, 19, 90, id="split-19x90"),
 ]
 needs_small_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 
@@ -75,7 +63,7 @@ def poisoned_rows(rows: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
 
 @needs_launch
 @needs_small_dtypes
-@pytest.mark.parametrize(("config", "rows", "inner"), CASES + SPLIT_CASES)
+@pytest.mark.parametrize(("config", "rows", "inner"), CASES)
 def test_small_batch_linear_equals_torch(
     config: GemmConfig, rows: int, inner: int, dtype: torch.dtype
 ) -> None:
@@ -84,19 +72,6 @@ def test_small_batch_linear_equals_torch(
     out = small_batch_linear(x, weight, config)
     assert out.dtype == dtype
     assert_close(out, linear_torch(x.float(), weight.float()))
-
-
-@needs_launch
-@needs_small_dtypes
-@pytest.mark.parametrize(("config", "rows", "inner"), SPLIT_CASES)
-def test_split_linear_returns_parts_of_the_sum(
-    config: GemmConfig, rows: int, inner: int, dtype: torch.dtype
-) -> None:
-    x, weight = poisoned_rows(rows, inner, dtype), draw(43, inner, dtype=dtype, seed=1)
-    parts = split_linear(x, weight, config)
-    assert parts.dtype == torch.float32
-    assert parts.shape == (4, rows, 43)
-    assert_close(parts.sum(dim=0), linear_torch(x.float(), weight.float()))
 
 
 @needs_launch
@@ -141,26 +116,19 @@ def test_norm_linear_silu_pairs_gate_and_up(
 @needs_launch
 def test_default_configs_serve_every_batch_size() -> None:
     weight = draw(40, 64, seed=1)
-    for rows in (1, 2, 3, 16, 17, 65):
+    for rows in (1, 2, 3, 16):
         x = draw(rows, 64)
         assert_close(small_batch_linear(x, weight), linear_torch(x, weight))
 
 
-def test_every_candidate_covers_its_rows_and_fits_in_shared_memory() -> None:
+def test_default_configs_cover_their_rows_and_fit_in_shared_memory() -> None:
     for inner in (1024, 2048, 2560, 3072, 4096, 12288):
-        for rows in (1, 2, 3, 8, 16, 17, 64, 256):
-            candidates = linear_candidates(rows, 1024, inner)
-            assert candidates[0] == default_config(rows, 1024, inner)
-            assert len(set(candidates)) == len(candidates)
-            for config in candidates:
-                assert config.is_gemv == (config.block_m < 16)
-                assert not config.is_gemv or rows <= config.block_m
-                step_bytes = 2 * config.block_k * config.slices * (config.block_m + config.block_n)
-                assert step_bytes * config.num_stages <= 163 * 1024
-
-
-def test_fused_candidates_never_split_the_inner_dimension() -> None:
-    assert all(c.split_k == 1 for c in linear_candidates(64, 1024, 2048, is_fused=True))
+        for rows in (1, 2, 3, 8, 16):
+            config = default_config(rows, inner)
+            assert config.is_gemv == (config.block_m < 16)
+            assert rows <= config.block_m
+            step_bytes = 2 * config.block_k * config.slices * (config.block_m + config.block_n)
+            assert step_bytes * config.num_stages <= 163 * 1024
 
 
 def test_wrong_operands_and_configs_raise_naming_them() -> None:
@@ -173,39 +141,33 @@ def test_wrong_operands_and_configs_raise_naming_them() -> None:
         small_batch_linear(x, weight.half())
     with pytest.raises(ValueError, match="3 rows, block_m is 1"):
         small_batch_linear(x, weight, GEMV)
-    with pytest.raises(ValueError, match="split_k is 4"):
-        linear_add(x, weight, draw(3, 8), SPLIT)
+    with pytest.raises(ValueError, match="17 rows, block_m is 16"):
+        small_batch_linear(draw(17, 64), weight, SLICED)
     with pytest.raises(ValueError, match="residual"):
         linear_add(x, weight, draw(3, 9))
-    with pytest.raises(ValueError, match=r"257 rows.*F\.linear"):
-        linear_candidates(257, 1024, 1024)
+    with pytest.raises(ValueError, match=r"17 rows.*F\.linear"):
+        small_batch_linear(draw(17, 64), weight)
 
 
 def compile_linear(
     capability: int, config: GemmConfig, columns: int, inner: int, *, is_fused: bool, dtype: str
 ) -> object:
     """Compile one config, plain or with the norm and SiLU-and-multiply."""
-    out = "*fp32" if config.split_k > 1 else f"*{dtype}"
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "norm_weight_ptr"), f"*{dtype}")
-    scalars = {"x_stride": "i32", "num_rows": "i32", "eps": "fp32"}
+    pointers = ("x_ptr", "weight_ptr", "norm_weight_ptr", "out_ptr")
+    signature = dict.fromkeys(pointers, f"*{dtype}")
+    signature |= {"x_stride": "i32", "num_rows": "i32", "eps": "fp32"}
     constexprs = {"N": columns, "K": inner, "HAS_NORM": is_fused, "EPILOGUE": 2 if is_fused else 0}
-    constexprs |= {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "USE_PDL": capability >= 90,
-    }
+    constexprs |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
     if config.is_gemv:
         kernel = gemv_kernel
         constexprs["BLOCK_K"] = 1 << (inner - 1).bit_length()
     else:
         kernel = linear_kernel
-        constexprs |= {
-            "BLOCK_K": config.block_k, "SLICES": config.slices, "SPLIT_K": config.split_k
-        }  # fmt: skip
+        constexprs |= {"BLOCK_K": config.block_k, "SLICES": config.slices}
     return compile_for(
         capability,
         kernel,
-        pointers | {"out_ptr": out} | scalars,
+        signature,
         constexprs,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -214,47 +176,36 @@ def compile_linear(
 
 @needs_compiler
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("rows", [1, 2, 16, 64])
+@pytest.mark.parametrize("rows", [1, 2, 16])
 def test_default_configs_compile_for_gpus_that_are_not_there(capability: int, rows: int) -> None:
-    compile_linear(
-        capability, default_config(rows, 1024, 2048), 1024, 2048, is_fused=False, dtype="bf16"
-    )
-    fused = linear_candidates(rows, 3072, 1024, is_fused=True)[0]
+    plain, fused = default_config(rows, 2048), default_config(rows, 1024)
+    compile_linear(capability, plain, 1024, 2048, is_fused=False, dtype="bf16")
     compile_linear(capability, fused, 3072, 1024, is_fused=True, dtype="bf16")
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_other_dtypes_compile(dtype: str) -> None:
-    for config in (GEMV_PAIR, SLICED, PLAIN, SPLIT):
-        compile_linear(80, config, 96, 128, is_fused=config.split_k == 1, dtype=dtype)
-    arguments = {"parts_ptr": "*fp32", "out_ptr": f"*{dtype}", "size": "i32"}
-    compile_for(80, reduce_kernel, arguments, {"SPLIT_K": 4, "BLOCK": 512})
+    for config in (GEMV_PAIR, SLICED):
+        compile_linear(80, config, 96, 128, is_fused=True, dtype=dtype)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("use_pdl", [False, True])
 @pytest.mark.parametrize(
     ("columns", "inner"), [(4096, 1024), (1024, 2048), (1024, 3072), (4096, 12288)]
 )
-@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64, 256])
-def test_small_batch_linear_at_real_sizes(
-    rows: int, columns: int, inner: int, use_pdl: bool
-) -> None:
+@pytest.mark.parametrize("rows", [1, 2, 3, 16])
+def test_small_batch_linear_at_real_sizes(rows: int, columns: int, inner: int) -> None:
     """Every default in bfloat16, plain and fused, twice with the same bits."""
-    if use_pdl and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("programmatic dependent launch needs sm_90")
     x = poisoned_rows(rows, inner, torch.bfloat16)
     weight = draw(columns, inner, dtype=torch.bfloat16, seed=1)
     norm_weight = draw(inner, dtype=torch.bfloat16, seed=2)
-    config = replace(default_config(rows, columns, inner), use_pdl=use_pdl)
-    out = small_batch_linear(x, weight, config)
-    assert torch.equal(out, small_batch_linear(x, weight, config))
+    out = small_batch_linear(x, weight)
+    assert torch.equal(out, small_batch_linear(x, weight))
     assert_close(out, linear_torch(x.float(), weight.float()))
 
-    fused = replace(linear_candidates(rows, columns // 2, inner, is_fused=True)[0], use_pdl=use_pdl)
     expected = norm_linear_silu_torch(x.float(), norm_weight.float(), EPS, weight.float())
-    assert_close(norm_linear_silu(x, norm_weight, EPS, weight, fused), expected)
+    assert_close(norm_linear_silu(x, norm_weight, EPS, weight), expected)
     residual = draw(rows, columns, dtype=torch.bfloat16, seed=3)
     expected = linear_add_torch(x.float(), weight.float(), residual.float())
-    assert_close(linear_add(x, weight, residual, replace(config, split_k=1)), expected)
+    assert_close(linear_add(x, weight, residual), expected)
