@@ -5,9 +5,10 @@ transformers has written the same facts under different names over the years (`t
 sees. A fact that would change the answer is either understood or refused by name, never ignored.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
+
+from nanovllm.utils.model_folder import eos_token_ids, read_json
 
 _MAX_FLOAT = 1e38  # of rope_theta and epsilons: they are used in float32
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -73,7 +74,7 @@ class ModelConfig:
             tie_word_embeddings=_bool(fields, "tie_word_embeddings", False),
             attention_bias=_bool(fields, "attention_bias", False),
             dtype=_dtype(fields),
-            eos_token_ids=eos_token_ids(fields),
+            eos_token_ids=eos_token_ids("config.json", fields),
         )
 
     @property
@@ -89,17 +90,9 @@ class ModelConfig:
 def read_config(folder: Path) -> dict[str, object]:
     """The fields of `folder`/config.json as they stand; see `ModelConfig.from_folder`."""
     path = folder / "config.json"
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing: {folder} is no checkpoint folder") from None
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(fields).__name__}")
-    return fields
+    if not path.exists():
+        raise ValueError(f"{path} is missing: {folder} is no checkpoint folder")
+    return read_json(path)
 
 
 def architecture_of(fields: dict[str, object]) -> str:
@@ -108,17 +101,6 @@ def architecture_of(fields: dict[str, object]) -> str:
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise ValueError(f"config.json: architectures must name one class, not {names!r}")
     return names[0]
-
-
-def eos_token_ids(fields: dict[str, object]) -> tuple[int, ...]:
-    """The `eos_token_id` of a config.json or generation_config.json: an int, a list, or absent."""
-    value = fields.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise ValueError(f"eos_token_id must be an id or a list of ids, not {value!r}")
-    return tuple(ids)
 
 
 def _refuse_unsupported(fields: dict[str, object]) -> None:

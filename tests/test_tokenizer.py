@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
-from nanovllm.utils.tokenizer import Tokenizer, bytes_of_spelling, read_json, stop_token_ids
+from nanovllm.utils.model_folder import eos_token_ids, read_json
+from nanovllm.utils.tokenizer import Tokenizer, bytes_of_spelling
 
 TEXTS = [
     "The quick brown fox, don't you know?",
@@ -170,15 +171,15 @@ def test_code_in_the_folder_is_never_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_stop_ids_are_the_union_of_tokenizer_and_both_files():
-    qwen3 = stop_token_ids({151645}, {"eos_token_id": [151645, 151643]}, {"eos_token_id": 151645})
-    assert qwen3 == {151645, 151643}
-    assert stop_token_ids((), {"eos_token_id": 0}, {"eos_token_id": [1]}) == {0, 1}
-    assert stop_token_ids({7}, {"eos_token_id": None}, {}) == {7}
-    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id"):
-        stop_token_ids((), {"eos_token_id": "</s>"}, {})
-    with pytest.raises(ValueError, match=r"config\.json: eos_token_id"):
-        stop_token_ids((), {}, {"eos_token_id": [1, True]})
+def test_eos_token_id_is_an_id_or_a_list_and_an_error_names_its_file():
+    assert eos_token_ids("config.json", {"eos_token_id": 0}) == (0,)
+    assert eos_token_ids("config.json", {"eos_token_id": [151645, 151643]}) == (151645, 151643)
+    assert eos_token_ids("config.json", {"eos_token_id": None}) == eos_token_ids("", {}) == ()
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id .*</s>"):
+        eos_token_ids("generation_config.json", {"eos_token_id": "</s>"})
+    for value in ([1, True], [1, -1], 1.5):
+        with pytest.raises(ValueError, match=r"config\.json: eos_token_id"):
+            eos_token_ids("config.json", {"eos_token_id": value})
 
 
 def test_bytes_joined_are_the_text_of_byte_level_tokens(tmp_path):

@@ -37,8 +37,8 @@ from nanovllm.engine.settings import RunnerSettings, resolve_settings
 from nanovllm.engine.worker import Pending, WorkerGroup, start_workers
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.model_folder import resolve_model_folder
-from nanovllm.utils.tokenizer import Tokenizer, read_json, stop_token_ids
+from nanovllm.utils.model_folder import eos_token_ids, read_json, resolve_model_folder
+from nanovllm.utils.tokenizer import Tokenizer
 
 logger = logging.getLogger("nanovllm")
 
@@ -90,10 +90,10 @@ class LLMEngine:
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
         self.tokenizer = _load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
-        self.eos_token_ids = stop_token_ids(
+        # Qwen3's generation_config lists two, of which its config.json and tokenizer name one each.
+        self.eos_token_ids = frozenset(self.model_config.eos_token_ids).union(
             self.tokenizer.eos_token_ids if self.tokenizer else (),
-            self.generation_config,
-            {"eos_token_id": list(self.model_config.eos_token_ids)},
+            eos_token_ids("generation_config.json", self.generation_config),
         )
         self._pid = os.getpid()
         marks.append(time.perf_counter())

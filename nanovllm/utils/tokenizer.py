@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from nanovllm.utils.model_folder import read_json
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -212,50 +214,6 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
-
-
-def stop_token_ids(
-    tokenizer_eos: Iterable[int],
-    generation_config: Mapping[str, object],
-    model_config: Mapping[str, object],
-) -> frozenset[int]:
-    """Return every id that ends a request: the union of what tokenizer and model files name.
-
-    Qwen3's generation_config lists two ids, of which its config.json and tokenizer name one each.
-
-    Raises:
-        ValueError: an eos_token_id that is neither an int nor a list of ints.
-    """
-    ids = set(tokenizer_eos)
-    files = {"generation_config.json": generation_config, "config.json": model_config}
-    for name, values in files.items():
-        ids.update(_eos_ids(name, values.get("eos_token_id")))
-    return frozenset(ids)
-
-
-def _eos_ids(file_name: str, value: object) -> list[int]:
-    candidates = value if isinstance(value, list) else [] if value is None else [value]
-    ids = [token_id for token_id in candidates if type(token_id) is int]
-    if len(ids) < len(candidates):
-        raise ValueError(f"{file_name}: eos_token_id must be an int or a list, got {value!r}")
-    return ids
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file, or an empty dict where there is no such file.
-
-    Raises:
-        ValueError: the file isn't JSON or holds no object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} must hold a JSON object, not a {type(values).__name__}")
-    return values
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, object]:
