@@ -125,22 +125,26 @@ class InputProcessor:
         if self._tokenizer is not None and texts:
             encoded = self._tokenizer.encode_batch([prompts[i].text or "" for i in texts])
             for i, ids in zip(texts, encoded, strict=True):
+                _at_index(i, self._check_encoded, ids)
                 token_ids[i] = ids
         return token_ids
 
-    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
-        """Raise unless the prompt and what may follow it fit the model and the pool."""
+    def _check_encoded(self, token_ids: list[int]) -> None:
+        """Raise unless a text has tokens, all of them in the model's vocabulary."""
         if not token_ids:
             raise ValueError("the prompt is empty: it needs at least one token")
+        if max(token_ids) >= self._vocab_size:
+            raise ValueError(
+                f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
+                f"0..{self._vocab_size - 1}"
+            )
+
+    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
+        """Raise unless the prompt and what may follow it fit the model and the pool."""
         if len(token_ids) >= self._max_model_len:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, max_model_len is {self._max_model_len} "
                 "(prompt and output): shorten it or raise max_model_len"
-            )
-        if token_ids and max(token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"the tokenizer's id {max(token_ids)} is outside the model's vocabulary: "
-                f"0..{self._vocab_size - 1}"
             )
         if (params.stop or params.bad_words) and self._tokenizer is None:
             raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")
