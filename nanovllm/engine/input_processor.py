@@ -53,9 +53,7 @@ class InputProcessor:
         self._block_size = settings.config.kvcache_block_size
         self._num_blocks = num_blocks
 
-    def make_requests(
-        self, prompts: list[Prompt], params: list[SamplingParams]
-    ) -> list[Request]:
+    def make_requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Request]:
         """Check prompts and params and build their requests, without queueing any.
 
         Raises:
@@ -63,8 +61,7 @@ class InputProcessor:
                 index.
         """
         parsed = [
-            _at_index(i, parse_prompt, prompt, self._vocab_size)
-            for i, prompt in enumerate(prompts)
+            _at_index(i, parse_prompt, prompt, self._vocab_size) for i, prompt in enumerate(prompts)
         ]
         token_ids = self._encode(parsed)
         requests = []

@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.optional_triton import tl, triton
+from nanovllm.kernels.store_kvcache import check_kv_cache
 
 MAX_HEADS_PER_PROGRAM = 8
 
@@ -355,19 +356,11 @@ def _check_caches(
     v_cache: torch.Tensor,
     heads_shape: tuple[int, int],
 ) -> None:
-    if tuple(k_cache.shape[2:]) != heads_shape or v_cache.shape != k_cache.shape:
+    check_kv_cache(k_cache, v_cache)
+    if tuple(k_cache.shape[2:]) != heads_shape or k_cache.dtype != qkv.dtype:
         raise ValueError(
-            f"k_cache is {tuple(k_cache.shape)}, v_cache {tuple(v_cache.shape)}, "
-            f"expected (num_blocks, block_size, {heads_shape[0]}, {heads_shape[1]}) for both"
-        )
-    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError(
-            f"k_cache has strides {k_cache.stride()}, v_cache {v_cache.stride()}: "
-            "give both the same layout, with the elements of a head adjacent"
-        )
-    if k_cache.dtype != qkv.dtype or v_cache.dtype != qkv.dtype:
-        raise ValueError(
-            f"caches are {k_cache.dtype} and {v_cache.dtype}, qkv is {qkv.dtype}: make them equal"
+            f"k_cache and v_cache are {tuple(k_cache.shape)} {k_cache.dtype}, expected "
+            f"(num_blocks, block_size, {heads_shape[0]}, {heads_shape[1]}) and qkv's {qkv.dtype}"
         )
     if cos_sin_cache.dtype != torch.float32 or not cos_sin_cache.is_contiguous():
         raise ValueError(f"cos_sin_cache is {cos_sin_cache.dtype}, expected contiguous float32")

@@ -203,19 +203,7 @@ def _flash_attn_2() -> AttentionBackend:
             block_table=ctx.block_tables[: ctx.num_prefills],
         )
 
-    def decode(
-        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
-    ) -> torch.Tensor:
-        return flash_attn_with_kvcache(
-            q.unsqueeze(1),
-            k_cache,
-            v_cache,
-            cache_seqlens=ctx.context_lens[ctx.num_prefills :],
-            block_table=ctx.block_tables[ctx.num_prefills :],
-            softmax_scale=scale,
-            causal=True,
-        ).squeeze(1)
-
+    decode = _flash_attn_decode(flash_attn_with_kvcache, "block_table")
     name, mixed = "flash_attn_2", _in_parts(prefill, decode)
     return AttentionBackend(name, name, prefill, decode, mixed, is_capturable=True)
 
@@ -239,6 +227,16 @@ def _flash_attn_3() -> AttentionBackend:
             num_splits=1,
         )
 
+    decode = _flash_attn_decode(flash_attn_with_kvcache, "page_table")
+    name, mixed = "flash_attn_3", _in_parts(prefill, decode)
+    return AttentionBackend(name, name, prefill, decode, mixed, is_capturable=True)
+
+
+def _flash_attn_decode(
+    flash_attn_with_kvcache: Callable[..., torch.Tensor], table_name: str
+) -> AttentionFn:
+    """Decode by either version: they differ in what they call a block table."""
+
     def decode(
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float
     ) -> torch.Tensor:
@@ -247,13 +245,12 @@ def _flash_attn_3() -> AttentionBackend:
             k_cache,
             v_cache,
             cache_seqlens=ctx.context_lens[ctx.num_prefills :],
-            page_table=ctx.block_tables[ctx.num_prefills :],
             softmax_scale=scale,
             causal=True,
+            **{table_name: ctx.block_tables[ctx.num_prefills :]},
         ).squeeze(1)
 
-    name, mixed = "flash_attn_3", _in_parts(prefill, decode)
-    return AttentionBackend(name, name, prefill, decode, mixed, is_capturable=True)
+    return decode
 
 
 def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> AttentionBackend:
@@ -270,44 +267,23 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
     from nanovllm.kernels.prefill_attention import prefill_attention
 
     def prefill(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        ctx: Context,
-        scale: float,
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         return prefill_attention(
-            q,
-            k_cache,
-            v_cache,
-            ctx.block_tables[: ctx.num_prefills],
-            ctx.cu_seqlens_q,
-            ctx.context_lens[: ctx.num_prefills],
-            ctx.max_seqlen_q,
-            scale,
-            out=out,
-        )
+            q, k_cache, v_cache, ctx.block_tables[: ctx.num_prefills], ctx.cu_seqlens_q,
+            ctx.context_lens[: ctx.num_prefills], ctx.max_seqlen_q, scale, out=out,
+        )  # fmt: skip
 
     def decode(
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        ctx: Context,
-        scale: float,
+        q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,
         out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         assert ctx.decode_plan is not None, "the runner made no decode plan"
         return decode_attention(
-            q,
-            k_cache,
-            v_cache,
-            ctx.block_tables[ctx.num_prefills :],
-            ctx.context_lens[ctx.num_prefills :],
-            scale,
-            ctx.decode_plan,
-            out,
-        )
+            q, k_cache, v_cache, ctx.block_tables[ctx.num_prefills :],
+            ctx.context_lens[ctx.num_prefills :], scale, ctx.decode_plan, out,
+        )  # fmt: skip
 
     def mixed(
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float

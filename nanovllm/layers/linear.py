@@ -72,9 +72,16 @@ class LinearBase(nn.Module):
     """A weight (out_features, in_features) of this rank, and perhaps a bias."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        tp: Communicator,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        self.tp = tp
         self.weight = make_parameter(
             out_features, in_features, dtype=dtype, weight_loader=self.weight_loader
         )
@@ -90,23 +97,18 @@ class LinearBase(nn.Module):
         """Copy this rank's part of a checkpoint tensor."""
         load_replicated(param, loaded)
 
+    def copy_share(self, target: torch.Tensor, loaded: LoadedTensor, dim: int) -> None:
+        """Copy this rank's part where all ranks' are equal; see `copy_checked`."""
+        length = target.shape[dim]
+        start, total = self.tp.rank * length, self.tp.size * length
+        copy_checked(target, loaded, dim=dim, start=start, total=total)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
 
 
 class ReplicatedLinear(LinearBase):
     """Every rank holds the whole weight."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        dtype: torch.dtype,
-        tp: Communicator,
-        bias: bool = False,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, dtype=dtype)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -121,15 +123,13 @@ class ColumnParallelLinear(LinearBase):
         tp: Communicator,
         bias: bool = False,
     ) -> None:
-        self.tp = tp
         shard = divide(out_features, tp.size, "output features")
-        super().__init__(in_features, shard, bias=bias, dtype=dtype)
+        super().__init__(in_features, shard, dtype=dtype, tp=tp, bias=bias)
 
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
-        length, total = param.shape[0], param.shape[0] * self.tp.size
-        copy_checked(param.data, loaded, dim=0, start=self.tp.rank * length, total=total)
+        self.copy_share(param.data, loaded, dim=0)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -147,18 +147,15 @@ class MergedColumnParallelLinear(LinearBase):
         tp: Communicator,
         bias: bool = False,
     ) -> None:
-        self.tp = tp
         self.shards = [divide(size, tp.size, "output features") for size in out_features]
-        super().__init__(in_features, sum(self.shards), bias=bias, dtype=dtype)
+        super().__init__(in_features, sum(self.shards), dtype=dtype, tp=tp, bias=bias)
 
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
         assert isinstance(shard_id, int), f"shard_id is {shard_id!r}, expected an index"
-        length = self.shards[shard_id]
-        target = param.data.narrow(0, sum(self.shards[:shard_id]), length)
-        start, total = self.tp.rank * length, self.tp.size * length
-        copy_checked(target, loaded, dim=0, start=start, total=total)
+        offset, length = sum(self.shards[:shard_id]), self.shards[shard_id]
+        self.copy_share(param.data.narrow(0, offset, length), loaded, dim=0)
 
 
 class QKVParallelLinear(LinearBase):
@@ -184,16 +181,15 @@ class QKVParallelLinear(LinearBase):
         self.num_heads = divide(num_heads, tp.size, "num_attention_heads")
         self.num_kv_heads = num_kv_heads_of_rank(num_kv_heads, tp.size)
         self.kv_rank = tp.rank * num_kv_heads // tp.size if num_kv_heads < tp.size else tp.rank
-        self.q_rank = tp.rank
         out_features = (self.num_heads + 2 * self.num_kv_heads) * head_dim
-        super().__init__(hidden_size, out_features, bias=bias, dtype=dtype)
+        super().__init__(hidden_size, out_features, dtype=dtype, tp=tp, bias=bias)
 
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
         q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         offset, length, rank, total = {
-            "q": (0, q_size, self.q_rank, self.total_sizes["q"]),
+            "q": (0, q_size, self.tp.rank, self.total_sizes["q"]),
             "k": (q_size, kv_size, self.kv_rank, self.total_sizes["kv"]),
             "v": (q_size + kv_size, kv_size, self.kv_rank, self.total_sizes["kv"]),
         }[str(shard_id)]
@@ -225,19 +221,17 @@ class RowParallelLinear(LinearBase):
         bias: bool = False,
         reduce_results: bool = True,
     ) -> None:
-        self.tp = tp
         self.reduce_results = reduce_results
         shard = divide(in_features, tp.size, "input features")
-        super().__init__(shard, out_features, bias=bias, dtype=dtype)
+        super().__init__(shard, out_features, dtype=dtype, tp=tp, bias=bias)
 
     def weight_loader(
         self, param: nn.Parameter, loaded: LoadedTensor, shard_id: Hashable = None
     ) -> None:
         if param.dim() == 1:
             load_replicated(param, loaded)
-            return
-        length, total = param.shape[1], param.shape[1] * self.tp.size
-        copy_checked(param.data, loaded, dim=1, start=self.tp.rank * length, total=total)
+        else:
+            self.copy_share(param.data, loaded, dim=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # The bias is added once, by rank 0, because the sum runs over all ranks.

@@ -214,6 +214,12 @@ def test_wrong_shapes_raise_naming_both() -> None:
     case = Attention(4, 2, 16, torch.float32)
     with pytest.raises(ValueError, match="k_cache"):
         case.run(qk_norm_rope_store, (case.caches[0], case.caches[1][:, :, :1]))
+    for caches in (
+        [cache[:, :, :1] for cache in case.caches],
+        [cache.half() for cache in case.caches],
+    ):
+        with pytest.raises(ValueError, match=r"expected \(num_blocks, block_size, 2, 16\)"):
+            case.run(qk_norm_rope_store, caches)
 
 
 def test_references_run_without_triton_and_kernels_name_the_remedy() -> None:
