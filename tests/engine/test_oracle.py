@@ -4,13 +4,16 @@ Worlds are random but fixed by their seed. The second half plants mistakes: an o
 mistake can fail proves nothing.
 """
 
+import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from engine.worlds import Lane, Loop, SlotRunner, World
 
+from nanovllm.engine.batch import MAX_MIXED_PREFILLS, ScheduledBatch, num_mixed_prompt_tokens
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.scheduler import Scheduler, Step
+from nanovllm.engine.scheduler import Scheduler, Step, _Decodes
 from nanovllm.engine.sequence import Sequence
 
 NUM_WORLDS = 300
@@ -58,6 +61,134 @@ def test_thousands_of_worlds_answer_as_alone() -> None:
     assert counts["chunked prefills"] >= 1000
     for stage in ("waiting", "half prefilled", "running", "in flight"):
         assert counts[f"aborts {stage}"] >= 20, f"too few aborts of sequences {stage}"
+
+
+# ---------------------------------------------------------------- sequences told late
+
+
+class Unasked(Loop):
+    """Looks at no sequence between steps, since whoever looks must have it told how far it is."""
+
+    def check(self) -> None:
+        pass
+
+
+class TellsAtOnce(Scheduler):
+    """Tells sequences how far they are at every step."""
+
+    def schedule(self, *, in_flight: bool = False) -> Step | None:
+        step = super().schedule(in_flight=in_flight)
+        if self._decodes is not None:
+            self._decodes.settle()
+        return step
+
+
+class RecordingRunner(SlotRunner):
+    """Keeps every wire."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.wires: list[list[int]] = []
+
+    def launch(self, batch: ScheduledBatch) -> list[int]:
+        self.wires.append(batch.to_wire().tolist())
+        return super().launch(batch)
+
+
+def mixed_world(seed: int) -> World:
+    """The world of this seed, with mixed steps in any case."""
+    return replace(World.random(seed), max_num_mixed_tokens=(1, 3, 8, 16, 64)[seed % 5])
+
+
+def run_told_late_and_at_once(seeds: range, overlap: bool, caching: bool) -> Counter[str]:
+    counts: Counter[str] = Counter()
+    for seed in seeds:
+        world = mixed_world(seed) if seed % 4 else World.random(seed)
+        modes = {"overlap": overlap, "enable_prefix_caching": caching}
+        late = Unasked(world, runner_class=RecordingRunner, **modes)
+        at_once = Loop(world, runner_class=RecordingRunner, scheduler_class=TellsAtOnce, **modes)
+        counts += late.run()
+        at_once.run()
+        assert late.runner.wires == at_once.runner.wires
+    return counts
+
+
+@pytest.mark.parametrize(("overlap", "caching"), MODES)
+def test_sequences_told_late_run_as_those_told_at_once(overlap: bool, caching: bool) -> None:
+    counts = run_told_late_and_at_once(range(NUM_WORLDS_OF_OTHER_MODES), overlap, caching)
+    assert counts["mixed steps"] >= 200
+    assert counts["preemptions"] >= 50
+
+
+@pytest.mark.slow
+def test_thousands_told_late_run_as_those_told_at_once() -> None:
+    counts: Counter[str] = Counter()
+    for overlap, caching in MODES:
+        counts += run_told_late_and_at_once(range(NUM_WORLDS_SLOW), overlap, caching)
+    print(dict(counts))
+    assert counts["mixed steps"] >= 20_000
+    assert counts["preemptions"] >= 2000
+
+
+class LeavesBehind(_Decodes):
+    """Goes on without those that ended by count, and tells nobody how far they are."""
+
+    def without_exhausted(self) -> _Decodes:
+        if self.num_steps_left > 0:
+            return self
+        may_go_on = (self.starts < self.limits).tolist()
+        return _Decodes(list(itertools.compress(self.sequences, may_go_on)))
+
+
+def test_sequence_that_is_left_behind_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.engine.scheduler._Decodes", LeavesBehind)
+    with pytest.raises(AssertionError):
+        run_told_late_and_at_once(range(NUM_WORLDS_OF_OTHER_MODES), True, True)
+
+
+# ---------------------------------------------------------------- who waits for whom
+
+
+class NobodyWaits(Loop):
+    """Checks that a step holds all who may have a token, and as much of the prompts as it may.
+
+    With mixed steps: there every wait is for a row or for blocks, which others give back as they
+    end.
+    """
+
+    def step(self) -> list[Sequence]:
+        self.scheduler.check_invariants()  # lets them be told how far they are
+        running = self.scheduler.running
+        self.due = [seq for seq in running if seq.num_computed_tokens < seq.max_stored_tokens]
+        return super().step()
+
+    def _count(self, step: Step) -> None:
+        super()._count(step)
+        scheduler, batch = self.scheduler, step.batch
+        readmitted = set(batch.new_rows[:, 0].tolist())  # or new
+        expected = {seq.row for seq in self.due if seq.row is not None} - readmitted
+        assert expected == set(batch.rows[batch.num_prefills :].tolist()), "who runs waits"
+        if not batch.num_decodes or not scheduler.waiting:
+            return
+        room = num_mixed_prompt_tokens(batch.num_decodes, scheduler.max_num_mixed_tokens)
+        room = min(room, scheduler.max_num_batched_tokens - batch.num_decodes)
+        if batch.num_prefills < MAX_MIXED_PREFILLS and len(batch.prompt_tokens) < room:
+            first = scheduler.waiting[0]
+            assert first.row is None, f"{first} is half through and waits"
+            assert scheduler._admission(first) is None, f"{first} waits, yet fits"
+            self.counts["waits for a row or blocks"] += 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_nobody_waits_with_mixed_steps(overlap: bool) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_WORLDS_OF_OTHER_MODES):
+        counts += NobodyWaits(mixed_world(seed), overlap=overlap).run()
+    assert counts["mixed steps"] >= 200
+    assert counts["waits for a row or blocks"] >= 100
+
+
+# ---------------------------------------------------------------- hashes that collide
 
 
 def weak_hash(token_ids: list[int], prefix_hash: int | None = None) -> int:

@@ -105,11 +105,11 @@ class World:
             max_num_seqs=rng.choice((8, rng.randint(1, 8))),
             max_num_batched_tokens=rng.choice((rng.randint(1, 8), rng.randint(8, 64))),
             max_num_mixed_tokens=random.Random(~seed).choice((0, 0, 1, 3, 8, 16)),
-            orders=tuple(_random_orders(rng, num_slots=block_size * num_blocks)),
+            orders=tuple(random_orders(rng, num_slots=block_size * num_blocks)),
         )
 
 
-def _random_orders(rng: random.Random, num_slots: int) -> Iterator[Order]:
+def random_orders(rng: random.Random, num_slots: int) -> Iterator[Order]:
     """Up to 12 orders that fit the pool; many begin as another one begins, or goes on."""
     families = [_random_tokens(rng, 40) for _ in range(2)]
     contents: list[list[int]] = []
@@ -335,6 +335,7 @@ class Loop:
     def _count(self, step: Step) -> None:
         batch = step.batch
         self.counts["steps"] += 1
+        self.counts["mixed steps"] += bool(batch.num_prefills and batch.num_decodes)
         self.counts["chunked prefills"] += step.sequences.count(None)
         is_new = np.isin(batch.rows, batch.new_rows[:, 0])
         self.counts["prefix hits"] += np.count_nonzero(is_new & (batch.starts > 0))
