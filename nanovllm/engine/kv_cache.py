@@ -1,12 +1,16 @@
-"""How many blocks the KV cache may have: the arithmetic, apart from who measures and allocates.
+"""How many blocks the KV cache may have, apart from who measures that, and the memory of them all.
 
 The cache takes what weights, buffers, the largest steps and captured graphs leave of this engine's
 share of the memory. Memory of other processes is not charged to the engine, but it can't be used
 either.
 """
 
+import math
 import os
 from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 _MARGIN_BYTES = 256 << 20  # left free on the GPU for the driver, libraries and fragmentation
 _CPU_CACHE_BYTES = 2 << 30  # most that a CPU pool takes unless asked for more
@@ -47,6 +51,26 @@ def num_blocks_on_cpu(num_wanted: int, block_bytes: int) -> int:
     """`num_wanted` blocks, within 2 GiB and a quarter of free memory, but at least one."""
     limit_bytes = min(_CPU_CACHE_BYTES, _free_host_bytes() // 4)
     return max(1, min(num_wanted, limit_bytes // block_bytes))
+
+
+def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A pool of zeros: a masked probability of 0 times a NaN left in fresh memory would be NaN.
+
+    On a CPU the system hands its pages out when they are first written.
+
+    Raises:
+        ValueError: A CPU has no room even for the promise.
+    """
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        zeros = np.zeros(num_bytes, dtype=np.uint8)
+    except MemoryError as error:
+        raise ValueError(
+            f"no room for a KV cache of {_gib(num_bytes)}: lower num_kvcache_blocks"
+        ) from error
+    return torch.from_numpy(zeros).view(dtype).view(shape)
 
 
 def _free_host_bytes() -> int:

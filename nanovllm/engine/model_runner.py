@@ -8,7 +8,6 @@ that a decode step is told only what changed and, with graphs, is one launch.
 step is done when `launch` returns, and everything else is the same.
 """
 
-import math
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -28,7 +27,12 @@ from nanovllm.engine.batch import (
     new_row,
 )
 from nanovllm.engine.cuda_graph import StepGraphs, decode_shapes, mixed_shapes, side_stream
-from nanovllm.engine.kv_cache import GpuMemory, num_blocks_on_cpu, num_blocks_on_gpu
+from nanovllm.engine.kv_cache import (
+    GpuMemory,
+    allocate_pool,
+    num_blocks_on_cpu,
+    num_blocks_on_gpu,
+)
 from nanovllm.engine.second_pass import PendingLogprobs, SecondPass, StepResult
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.kernels.compiling import compile_launches
@@ -45,11 +49,10 @@ from nanovllm.kernels.row_state import (
     step_inputs_torch,
 )
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.attention_backend import AttentionBackend, select_backend
+from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.linear import num_kv_heads_of_rank
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models import model_class
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models import build_network
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
@@ -123,7 +126,14 @@ class ModelRunner:
             block_size=self.block_size,
             head_dim=model_config.head_dim,
         )
-        self.model = build_network(settings, self.device, self.backend, self.tp)
+        self.model = build_network(
+            model_config,
+            max_model_len=settings.max_model_len,
+            backend=self.backend,
+            dtype=settings.dtype,
+            tp=self.tp,
+            device=self.device,
+        )
         if config.load_format == "dummy":
             initialize_dummy(self.model)
         else:
@@ -289,11 +299,7 @@ class ModelRunner:
             num_kv_heads_of_rank(model_config.num_key_value_heads, self.tp.size),
             model_config.head_dim,
         )
-        # Zeroed: a masked probability of 0 times a NaN left in fresh memory would be NaN.
-        if self.device.type == "cuda":
-            self.kv_cache = torch.zeros(shape, dtype=self.settings.dtype, device=self.device)
-        else:
-            self.kv_cache = _lazy_zeros(shape, self.settings.dtype)
+        self.kv_cache = allocate_pool(shape, self.settings.dtype, self.device)
         for layer, k_cache, v_cache in zip(layers, *self.kv_cache, strict=True):
             layer.bind_kv_cache(k_cache, v_cache)
 
@@ -606,58 +612,6 @@ class ModelRunner:
             setattr(self, name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros on the CPU, whose pages the system hands out when they are first written.
-
-    Raises:
-        ValueError: There is no room even for the promise.
-    """
-    num_bytes = math.prod(shape) * dtype.itemsize
-    try:
-        zeros = np.zeros(num_bytes, dtype=np.uint8)
-    except MemoryError as error:
-        raise ValueError(
-            f"no room for a KV cache of {num_bytes / 2**30:.2f} GiB: lower num_kvcache_blocks"
-        ) from error
-    return torch.from_numpy(zeros).view(dtype).view(shape)
-
-
-def build_network(
-    settings: RunnerSettings, device: torch.device, backend: AttentionBackend, tp: Communicator
-) -> Qwen3ForCausalLM:
-    """One rank's part of the network, its parameters not written yet.
-
-    Raises:
-        RuntimeError, torch.OutOfMemoryError: There is no room for it.
-    """
-    try:
-        with torch.device(device):
-            return model_class(settings.model_config.architecture)(
-                settings.model_config,
-                max_model_len=settings.max_model_len,
-                backend=backend,
-                dtype=settings.dtype,
-                tp=tp,
-            )
-    except RuntimeError as error:  # of the allocator, which names bytes and nothing else
-        text = f"no room for the network that config.json describes: {error}"
-        raise type(error)(text) from error
-
-
-def network_outline(settings: RunnerSettings) -> Qwen3ForCausalLM:
-    """Rank 0's part of the network without memory: what it tells are names and shapes."""
-    meta = torch.device("meta")
-    backend = select_backend(
-        "torch",
-        device=torch.device("cpu"),
-        dtype=settings.dtype,
-        block_size=settings.config.kvcache_block_size,
-        head_dim=settings.model_config.head_dim,
-    )
-    tp = Communicator(rank=0, size=settings.config.tensor_parallel_size)
-    return build_network(settings, meta, backend, tp)
 
 
 def _dummy_prefill(lengths: list[int]) -> ScheduledBatch:

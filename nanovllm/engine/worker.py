@@ -237,10 +237,16 @@ class WorkerGroup:
         self, weights: Mapping[str, "torch.Tensor"] | Iterable[tuple[str, "torch.Tensor"]]
     ) -> None:
         """As ModelRunner's: checked here, then sent to all ranks, of which each keeps its part."""
-        from nanovllm.engine.model_runner import network_outline
+        from nanovllm.models import network_outline
         from nanovllm.utils.loader import checked_weights
 
-        for name, tensor in checked_weights(network_outline(self.settings), weights):
+        outline = network_outline(
+            self.settings.model_config,
+            max_model_len=self.settings.max_model_len,
+            dtype=self.settings.dtype,
+            num_ranks=self.settings.config.tensor_parallel_size,
+        )
+        for name, tensor in checked_weights(outline, weights):
             self._ask(Command.LOAD_WEIGHT, _pack_weight(name, tensor))
 
     def sleep(self) -> None:
