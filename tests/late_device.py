@@ -79,6 +79,7 @@ def late_device() -> Iterator[LateDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nanovllm.utils.pinned._pinned", host_memory)
         patch.setattr(torch.cuda, "Event", device.make_event)
+        patch.setattr(StepSlots, "resync", _after_all(device, StepSlots.resync))  # it reads a turn
         yield device
 
 

@@ -82,6 +82,21 @@ def test_engine_goes_on_wherever_a_launch_breaks_off() -> None:
     check_breaks(range(1, 6))
 
 
+def test_engine_goes_on_when_a_second_ctrl_c_breaks_off_the_recovery() -> None:
+    """The device was then a slot ahead of the host, and steps ran the wires of others."""
+
+    def interrupted(runner: ModelRunner) -> None:
+        raise KeyboardInterrupt
+
+    with captured_on_cpu(), LLM(str(FOLDER), device="cpu", max_num_mixed_tokens=16) as llm:
+        right = tokens_of(llm)
+        for (owner, name), is_late in itertools.product(BREAKS, (False, True)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ModelRunner, "synchronize", interrupted)
+                break_off(llm, owner, name, 3, is_late)
+            assert tokens_of(llm) == right, f"{name} broke off"
+
+
 def test_turns_that_are_not_resynchronised_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pinned.StepSlots, "resync", lambda self: None)
     with pytest.raises((AssertionError, RuntimeError)):

@@ -91,7 +91,9 @@ def test_steps_go_on_wherever_one_breaks_off() -> None:
                 check(pending)
             pending.append(steps.launch())
             if rng.random() < 0.3:
-                for part in (steps.fill, steps.replay)[: rng.randint(0, 2)]:
+                num_parts = rng.randint(0, 2)
+                for part in (steps.fill, steps.replay)[:num_parts]:
                     part()
                 pending.clear()
-                steps.recover()
+                if num_parts == 0 or rng.random() < 0.5:  # the recovery may break off, too
+                    steps.recover()

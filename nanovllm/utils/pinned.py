@@ -102,7 +102,8 @@ class StepSlots:
 
     Slots take turns, on either side by itself: the host fills the next, and the step that it then
     launches, captured or not, finds on the device whose turn it is, and advances that when its
-    tokens are written. What breaks off between the two puts them out of step: `resync`.
+    tokens are written. What breaks off between `fill` and `launched` may put them out of step, so
+    the next `fill` finds that and calls `resync`.
     """
 
     def __init__(self, num_words: int, num_tokens: int, device: torch.device) -> None:
@@ -114,9 +115,13 @@ class StepSlots:
         pairs = zip(self.wires.numpy(), self.tokens.numpy(), strict=True)
         self._slots = [Slot(wire, tokens) for wire, tokens in pairs]
         self._next = 0
+        self._is_open = False  # filled, and not yet noted as launched
 
     def fill(self, wire: np.ndarray) -> None:
         """Write the wire of the step to be launched next."""
+        if self._is_open:
+            self.resync()
+        self._is_open = True
         slot = self._slots[self._next]
         slot.synchronize()
         slot.wire[: len(wire)] = wire
@@ -129,11 +134,13 @@ class StepSlots:
         slot = self._slots[self._next]
         slot.record()
         self._next = (self._next + 1) % NUM_BUFFERS
+        self._is_open = False
         return slot
 
     def resync(self) -> None:
-        """Go on with the slot whose turn it is on the device; nothing may be in flight."""
+        """Wait for the current stream and go on with the slot whose turn it is then."""
         self._next = int(self.turn.item())
+        self._is_open = False
 
     def clear(self) -> None:
         """Make every wire that of a step without lanes."""
