@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from nanovllm.kernels.optional_triton import tl, triton
-from nanovllm.kernels.store_kvcache import check_kv_cache
+from nanovllm.kernels.store_kvcache import check_kv_cache, store_kvcache_torch
 
 MAX_HEADS_PER_PROGRAM = 8
 
@@ -156,8 +156,7 @@ def qk_norm_rope_store(
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), **written in place**;
             the same strides, elements of a head adjacent. Otherwise any layout, so a transposed
             view does.
-        slot_mapping: (tokens,) int32 or int64, block · block_size + offset; -1 = padding, not
-            stored.
+        slot_mapping: (tokens,) int32, block · block_size + offset; -1 = padding, not stored.
         num_q_heads, num_kv_heads, head_dim: this rank's shapes; head_dim is even.
 
     Returns:
@@ -206,11 +205,7 @@ def qk_norm_rope_store_torch(
     cos_sin = cos_sin_cache[positions].unsqueeze(1)  # (tokens, 1, head_dim)
     q = _norm_and_rotate(q, q_weight, eps, cos_sin)
     k = _norm_and_rotate(k, k_weight, eps, cos_sin)
-    stored = slot_mapping >= 0
-    slots = slot_mapping[stored].long()
-    block, offset = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache[block, offset] = k[stored].to(k_cache.dtype)
-    v_cache[block, offset] = v[stored].to(v_cache.dtype)
+    store_kvcache_torch(k, v, k_cache, v_cache, slot_mapping)
     return q.contiguous()
 
 
