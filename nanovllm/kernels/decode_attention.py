@@ -23,6 +23,14 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.kernels.optional_triton import tl, triton
+from nanovllm.kernels.paged_attention import (
+    attend_keys,
+    check_heads,
+    check_int32,
+    check_queries,
+    gather_kv,
+    new_or_checked,
+)
 from nanovllm.kernels.store_kvcache import check_kv_cache
 
 __all__ = [
@@ -167,18 +175,6 @@ class DecodePlan:
         return context_lens.shape[0]
 
 
-def new_or_checked(out: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
-    """Where the attention of `q` is written: `out`, which must fit, or a new tensor."""
-    if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(
-            f"out is {tuple(out.shape)} {out.dtype} with strides {out.stride()}, expected "
-            f"contiguous {tuple(q.shape)} {q.dtype}"
-        )
-    return out
-
-
 def _num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
@@ -266,17 +262,6 @@ def decode_attention_torch(
             probs = (torch.einsum("hgd,nhd->hgn", heads, key) * scale).softmax(-1)
             out[lane] = torch.einsum("hgn,nhd->hgd", probs, value).flatten(0, 1).to(q.dtype)
     return out
-
-
-def gather_kv(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, context_len: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return one sequence's keys and values, (context_len, num_kv_heads, head_dim) float32."""
-    block_ids = block_table[: triton.cdiv(context_len, k_cache.shape[1])].long()
-    key, value = (
-        cache[block_ids].flatten(0, 1)[:context_len].float() for cache in (k_cache, v_cache)
-    )
-    return key, value
 
 
 @triton.jit(
@@ -571,141 +556,6 @@ def _combine_chunks(
     out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
     out_offsets = (lane * num_q_heads + head[:, None]) * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, out, mask=row_mask[:, None] & dim_mask[None, :])
-
-
-@triton.jit
-def attend_keys(
-    acc,
-    row_max,
-    row_sum,
-    q,
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    start,
-    end,
-    end_unmasked,
-    last_key,
-    scale_log2,
-    cache_stride_block,
-    cache_stride_token,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-    BRANCHED: tl.constexpr,
-):
-    """Online softmax of query rows over keys start .. end - 1; row i sees keys up to last_key[i].
-
-    MASKED says that some key of a tile may be hidden; else these are whole tiles that every row may
-    see. BRANCHED says that this is so only for tiles from end_unmasked on.
-    """
-    dims = tl.arange(0, BLOCK_D)
-    block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)
-    for first in range(start, end, BLOCK_N):
-        offsets = kv_row_offsets(
-            block_ids, first, cache_stride_block, cache_stride_token, BLOCK_SIZE, BLOCK_N
-        )
-        block_ids = load_block_ids(table_ptr, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
-        offsets = offsets[:, None] + dims[None, :]
-        keys = first + tl.arange(0, BLOCK_N)
-        if MASKED:
-            # Zeros, not whatever the slot holds: a probability of 0 times NaN is NaN.
-            kv_mask = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
-            k = tl.load(k_cache_ptr + offsets, mask=kv_mask, other=0.0)
-            v = tl.load(v_cache_ptr + offsets, mask=kv_mask, other=0.0)
-        elif HEAD_DIM < BLOCK_D:
-            k = tl.load(k_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-            v = tl.load(v_cache_ptr + offsets, mask=(dims < HEAD_DIM)[None, :], other=0.0)
-        else:
-            k = tl.load(k_cache_ptr + offsets)
-            v = tl.load(v_cache_ptr + offsets)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if BRANCHED:
-            if first >= end_unmasked:
-                is_hidden = (keys[None, :] > last_key[:, None]) | (keys >= end)[None, :]
-                scores = tl.where(is_hidden, float("-inf"), scores)
-        elif MASKED:
-            is_hidden = (keys[None, :] > last_key[:, None]) | (keys >= end)[None, :]
-            scores = tl.where(is_hidden, float("-inf"), scores)
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale_log2)
-        probs = tl.exp2(scores * scale_log2 - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
-        row_sum = row_sum * rescale + tl.sum(probs, axis=1)
-        acc = tl.dot(probs.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
-        row_max = new_max
-    return acc, row_max, row_sum
-
-
-@triton.jit
-def load_block_ids(table_ptr, first, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Ids of the blocks that hold BLOCK_N positions from `first` on; one id if that is one block.
-
-    Positions from `end` on get block 0. Call it a tile ahead: left beside the loads of K and V that
-    need it, it takes one of the stages of Triton's software pipeline.
-    """
-    if BLOCK_SIZE >= BLOCK_N:
-        return tl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
-    else:
-        positions = first + tl.arange(0, BLOCK_N)
-        return tl.load(table_ptr + positions // BLOCK_SIZE, mask=positions < end, other=0)
-
-
-@triton.jit
-def kv_row_offsets(
-    block_ids,
-    first,
-    cache_stride_block,
-    cache_stride_token,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Offsets (BLOCK_N,) int64 of the cache rows of positions from `first` on."""
-    rows = tl.arange(0, BLOCK_N)
-    blocks = block_ids.to(tl.int64) * cache_stride_block
-    if BLOCK_SIZE >= BLOCK_N:
-        return blocks + (first % BLOCK_SIZE) * cache_stride_token + rows * cache_stride_token
-    else:
-        return blocks + (rows % BLOCK_SIZE) * cache_stride_token
-
-
-def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Raise ValueError for shapes that the kernels are not made for."""
-    if num_q_heads % num_kv_heads or num_q_heads // num_kv_heads > 16:
-        raise ValueError(
-            f"{num_q_heads} query heads for {num_kv_heads} KV heads: must be a multiple of 1 to 16"
-        )
-    if not 16 <= head_dim <= 256:
-        raise ValueError(
-            f"head_dim is {head_dim}, must be 16 to 256: use attention_backend='torch'"
-        )
-    if block_size < 16 or block_size & (block_size - 1):
-        raise ValueError(f"block_size is {block_size}, must be a power of two >= 16")
-
-
-def check_queries(q: torch.Tensor, k_cache: torch.Tensor) -> None:
-    """Raise ValueError unless q (tokens, heads, head_dim) can attend over the cache."""
-    if q.dim() != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
-        raise ValueError(
-            f"q is {tuple(q.shape)}, the cache {tuple(k_cache.shape)}: heads or head_dim don't fit"
-        )
-    if q.dtype != k_cache.dtype or q.stride(2) != 1:
-        raise ValueError(
-            f"q is {q.dtype} with strides {q.stride()}: must be {k_cache.dtype}, "
-            "last dimension contiguous"
-        )
-
-
-def check_int32(**tensors: torch.Tensor) -> None:
-    """Raise ValueError for one that isn't int32 with a contiguous last dimension."""
-    for name, tensor in tensors.items():
-        is_contiguous = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
-        if tensor.dtype != torch.int32 or not is_contiguous:
-            raise ValueError(
-                f"{name} is {tensor.dtype} with strides {tensor.stride()}: must be int32, "
-                "last dimension contiguous"
-            )
 
 
 def _check_attention(

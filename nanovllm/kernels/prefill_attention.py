@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm.kernels.decode_attention import (
+from nanovllm.kernels.optional_triton import tl, triton
+from nanovllm.kernels.paged_attention import (
     attend_keys,
     check_heads,
     check_int32,
@@ -25,7 +26,6 @@ from nanovllm.kernels.decode_attention import (
     gather_kv,
     new_or_checked,
 )
-from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache
 
 __all__ = ["prefill_attention", "prefill_attention_torch"]
