@@ -4,8 +4,8 @@
 decode lanes; each lane names a *row*, the place where the ranks keep what they know of a running
 sequence between steps: its newest token, temperature, seed and block table. So a decode lane is
 two integers, its token being on the device already, and a prefill lane carries only the tokens that
-this step runs. The whole batch travels as one int32 array (`to_wire`, `from_wire`): on one GPU that
-array is the pinned buffer that is copied to the device, between processes the same bytes go through
+this step runs. The whole batch travels as one int32 array (`to_wire`, `from_wire`): on one GPU it
+is written to pinned memory, which the device reads, between processes the same bytes go through
 shared memory, and nothing is pickled.
 
 The rest of the module is arithmetic: how many prompt tokens ride in a *mixed* step, of prompt

@@ -141,7 +141,8 @@ def fetch_wire(wires: torch.Tensor, turn: torch.Tensor, wire: torch.Tensor) -> N
     Args:
         wires: (slots, words) int32, pinned host memory, which the device reads in place.
         turn: (1,) int32, the slot.
-        wire: (words,) int32, **written** as far as the header says that the step's words go.
+        wire: (words,) int32, **written** at least as far as the header says that the
+            step's words go.
     """
     fetch_wire_kernel[(FETCHING_PROGRAMS,)](
         wires, turn, wire, wires.shape[1], HEADER_WORDS=HEADER_WORDS, BLOCK_WORDS=BLOCK_WORDS,
