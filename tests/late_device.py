@@ -95,7 +95,7 @@ def captured_on_cpu() -> Iterator[LateDevice]:
         patch.setattr(StepGraphs, "_capture", lambda *args: _capture(device, *args))
         patch.setattr(ModelRunner, "capture_cudagraph", _capture_all)
         patch.setattr(ModelRunner, "_inputs_of", _with_fixed_logits(ModelRunner._inputs_of))
-        patch.setattr(ModelRunner, "synchronize", lambda runner: _synchronize(device, runner))
+        patch.setattr(ModelRunner, "synchronize", lambda runner: device.synchronize())
         for owner, name in (
             (ModelRunner, "prepare_prefill"),
             (ModelRunner, "prepare_decode"),
@@ -134,12 +134,6 @@ def _with_fixed_logits(inputs_of: Callable[..., StepInputs]) -> Callable[..., St
         return replace(inputs, logits=runner.logits[: shape.num_lanes])
 
     return with_fixed_logits
-
-
-def _synchronize(device: LateDevice, runner: ModelRunner) -> None:
-    device.synchronize()
-    if hasattr(runner, "slots"):
-        runner.slots.resync()
 
 
 def _after_all(device: LateDevice, work: Callable[..., object]) -> Callable[..., object]:

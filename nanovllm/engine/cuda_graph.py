@@ -99,9 +99,6 @@ class StepGraphs:
             generator.graphsafe_set_state(rng_state)
             raise
 
-    def __contains__(self, shape: StepShape) -> bool:
-        return shape in self._graphs
-
     def shape_for(self, batch: ScheduledBatch) -> StepShape | None:
         """The smallest captured shape that holds `batch`; None if none does."""
         if not batch.num_prefills:

@@ -10,7 +10,8 @@ step is done when `launch` returns, and everything else is the same.
 
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -183,10 +184,8 @@ class ModelRunner:
 
     def _shapes(self) -> list[StepShape]:
         """Shapes of steps that may be captured."""
-        max_num_mixed_tokens = self.settings.max_num_mixed_tokens
-        return decode_shapes(self.max_num_seqs) + mixed_shapes(
-            self.max_num_seqs, max_num_mixed_tokens
-        )
+        mixed = mixed_shapes(self.max_num_seqs, self.settings.max_num_mixed_tokens)
+        return decode_shapes(self.max_num_seqs) + mixed
 
     def _allocate_plan(self) -> "DecodePlan":
         from nanovllm.kernels.decode_attention import DecodePlan
@@ -212,21 +211,20 @@ class ModelRunner:
         compile_launches(self._run_each_kind, self.tp.size)
         self.compile_s = time.perf_counter() - start
 
-    @torch.inference_mode()
     def _run_each_kind(self) -> None:
         """Steps that between them launch every kernel; small ones, and nothing is launched.
 
         So `inputs` stay zero, which are valid ids, while tokens that are drawn are whatever memory
         holds: nothing here reads them, and they are wiped in the end.
         """
-        with torch.autocast(self.device.type, enabled=False):
+        with _own_modes(self.device):
             self.second_pass.warmup(
                 StepResult(self.logits[:1], self.inputs.ends[:1], self.tokens[:1], None)
             )
             self.wire.zero_()
-            for num_lanes in sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND}):
-                self._run_shape(StepShape(0, 0, num_lanes))
-            for shape in self._shapes()[-1:]:  # a mixed one, if there are any
+            num_lanes = sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND})
+            mixed = [shape for shape in self._shapes() if shape.num_prefills]
+            for shape in [StepShape(0, 0, n) for n in num_lanes] + mixed[:1]:
                 self._run_shape(shape)
         limits = (self.settings.config.max_num_batched_tokens, self.settings.max_model_len - 1)
         self.run(_dummy_prefill([min(_NUM_TOKENS_OF_MANY, *limits)]))
@@ -365,6 +363,7 @@ class ModelRunner:
             return None
         finally:
             self.synchronize()
+            self.slots.resync()  # shapes ran, and took turns, that no slot was filled for
 
     # ------------------------------------------------------------------ steps
 
@@ -376,64 +375,41 @@ class ModelRunner:
         """Enqueue one step; its tokens start their way back as soon as they are drawn."""
         if len(batch.new_blocks):
             apply_new_blocks(batch, self.block_tables)
-        shape = self.graphs.shape_for(batch) if self.graphs else None
-        if shape is not None and not len(batch.new_rows) and self.second_pass.is_idle:
-            wire = batch.to_wire()
-            if len(wire) <= self.slots.num_words:
-                return self._replay(batch, shape, wire)  # calls nothing that heeds torch's modes
-        with torch.inference_mode(), torch.autocast(self.device.type, enabled=False):
-            return self._launch(batch, shape)
-
-    def _launch(self, batch: ScheduledBatch, shape: StepShape | None) -> PendingTokens:
         if len(batch.new_rows):
-            self.second_pass.take(batch)
-        if self.second_pass.reads_prompts:
-            shape = None  # a graph keeps no hidden states
-        if shape is not None or (self.device.type == "cuda" and not batch.num_prefills):
-            wire = batch.to_wire()
-            wire = wire[: len(wire) - len(batch.row_params)]
-            if len(wire) <= self.slots.num_words:
-                return self._launch_from_slot(batch, shape, wire)
-        prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
-        result = self._run_step(prepare(batch))
-        logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
-        if self.device.type == "cpu":
-            return PendingTokens(result.tokens.numpy(), None, logprobs)
-        return self._download(batch, result.tokens, logprobs)
+            with _own_modes(self.device):
+                self.second_pass.take(batch)
+        captured = self._captured_form(batch)
+        if captured is not None:
+            pending = self._replay(batch, *captured)
+            if self.second_pass.is_idle:
+                return pending  # what has run so far calls nothing that heeds torch's modes
+        with _own_modes(self.device):
+            if captured is not None:
+                result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
+            else:
+                prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
+                result = self._run_step(prepare(batch))
+            logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
+            if captured is None and self.device.type == "cpu":
+                return PendingTokens(result.tokens.numpy(), None, logprobs)
+            tokens, event = self.downloads.download(result.tokens)
+            return PendingTokens(tokens[: batch.num_lanes], event, logprobs)
 
-    def _launch_from_slot(
-        self, batch: ScheduledBatch, shape: StepShape | None, wire: np.ndarray
-    ) -> PendingTokens:
-        """A step that finds its wire in a slot: replayed, or, without a `shape`, run eagerly."""
-        if shape is not None:
-            pending = self._replay(batch, shape, wire)
-        else:
-            self.slots.fill(wire)
-            max_context_len = int(batch.starts.max()) + 1
-            self._run_shape(StepShape(0, 0, batch.num_lanes), max_context_len)
-            pending = self._pending_of(batch)
-        if self.second_pass.is_idle:
-            return pending
-        result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
-        logprobs = self.second_pass.run(batch, result)
-        return self._download(batch, self.tokens, logprobs)
+    def _captured_form(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray] | None:
+        """The shape and the wire by which a graph runs `batch`; None: it is run eagerly."""
+        shape = self.graphs.shape_for(batch) if self.graphs else None
+        if shape is None or self.second_pass.reads_prompts:  # a graph keeps no hidden states
+            return None
+        wire = batch.to_wire()
+        wire = wire[: len(wire) - len(batch.row_params)]
+        return (shape, wire) if len(wire) <= self.slots.num_words else None
 
     def _replay(self, batch: ScheduledBatch, shape: StepShape, wire: np.ndarray) -> PendingTokens:
         assert self.graphs is not None, "no step has been captured"
         self.slots.fill(wire)
         self.graphs.replay(shape)
-        return self._pending_of(batch)
-
-    def _pending_of(self, batch: ScheduledBatch) -> PendingTokens:
-        """What a step that has just been launched leaves in its slot."""
         slot = self.slots.launched()
         return PendingTokens(slot.tokens[: batch.num_lanes], slot)
-
-    def _download(
-        self, batch: ScheduledBatch, tokens: torch.Tensor, logprobs: PendingLogprobs | None
-    ) -> PendingTokens:
-        words, event = self.downloads.download(tokens)
-        return PendingTokens(words[: batch.num_lanes], event, logprobs)
 
     def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
@@ -509,12 +485,12 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ steps of fixed shape
 
-    def _run_shape(self, shape: StepShape, max_context_len: int | None = None) -> None:
+    def _run_shape(self, shape: StepShape) -> None:
         """What a graph holds: from the slot's wire to the tokens in the slot."""
         slots = self.slots
         fetch_wire(slots.wires, slots.turn, self.wire)
         self._apply_updates(self.wire)
-        inputs = self._inputs_of(shape, self.wire, max_context_len or self.settings.max_model_len)
+        inputs = self._inputs_of(shape, self.wire, self.settings.max_model_len)
         _, tokens = self._draw(inputs)
         commit_tokens(tokens, inputs.rows, self.row_state, self.tokens, slots.tokens, slots.turn)
 
@@ -593,10 +569,9 @@ class ModelRunner:
     # ------------------------------------------------------------------ end
 
     def synchronize(self) -> None:
-        """Wait for everything launched; what broke off is forgotten."""
+        """Wait for everything launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self.slots.resync()
 
     def exit(self) -> None:
         """Give memory back. Graphs first: they refer to everything else."""
@@ -612,6 +587,13 @@ class ModelRunner:
             setattr(self, name, None)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+@contextmanager
+def _own_modes(device: torch.device) -> Iterator[None]:
+    """torch's modes for what a step does, whatever the caller has switched on."""
+    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 def _dummy_prefill(lengths: list[int]) -> ScheduledBatch:

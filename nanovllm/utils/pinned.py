@@ -5,8 +5,8 @@ before the device has read it corrupts the step that it belonged to. Each buffer
 event that was recorded behind its last copy, and is waited for before the buffer is used again;
 with three buffers and one step in flight that wait never blocks.
 
-Buffers are copied whole where the device's side is as large: a few kilobytes more cost nothing on
-the bus, and taking slices of two tensors costs the host as much as the copy.
+What the device sends is copied whole where the buffer is as large: taking slices of two tensors
+costs the host as much as the copy.
 
 Where kernels are ours, there is no copy to enqueue at all: the device reads and writes pinned
 memory in place (`StepSlots`), and a captured step is then a single call of the host.
@@ -40,14 +40,11 @@ class PinnedRing:
         self._next = 0
 
     def upload(self, array: np.ndarray, target: torch.Tensor) -> None:
-        """Enqueue the copy of int32 `array` into the first words of device tensor `target`."""
+        """Enqueue the copy of int32 `array` into device tensor `target` of the same length."""
         num_words = len(array)
         buffer = self._claim(num_words)
         buffer.array[:num_words] = array
-        if target.shape == buffer.tensor.shape:
-            target.copy_(buffer.tensor, non_blocking=True)
-        else:
-            target[:num_words].copy_(buffer.tensor[:num_words], non_blocking=True)
+        target.copy_(buffer.tensor[:num_words], non_blocking=True)
         buffer.event.record()
 
     def download(self, source: torch.Tensor) -> tuple[np.ndarray, torch.cuda.Event]:
