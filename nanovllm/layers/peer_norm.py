@@ -94,13 +94,13 @@ class PeerNorm:
             max_rows: Most rows of a decode step.
         """
         assert tp.group is not None, "a lone rank has no peers"
-        self._group = tp.group
+        self._tp, self._group = tp, tp.group
         self._hidden = hidden
         self._dtype = dtype
         self._device = torch.device("cuda", torch.cuda.current_device())
         num_rows = min(max_rows, MAX_ROWS, MAX_BYTES // (hidden * dtype.itemsize))
         self._inbox = self._map_inbox(max(num_rows, 1))
-        self.max_rows = self._measured_max_rows(tp)  # 0: the kernel isn't used
+        self.max_rows = self._measured_max_rows()  # 0: the kernel isn't used
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, turn: int
@@ -123,7 +123,7 @@ class PeerNorm:
     def draw_rows(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Random x, which differs between ranks, and residual and weight, which don't."""
         shared = torch.Generator(device=self._device).manual_seed(num_rows)
-        own = torch.Generator(device=self._device).manual_seed(num_rows + 1 + self._group.rank())
+        own = torch.Generator(device=self._device).manual_seed(num_rows + 1 + self._tp.rank)
         shape = (num_rows, self._hidden)
         x, residual, weight = (
             torch.randn(size, generator=generator, device=self._device).to(self._dtype)
@@ -135,7 +135,7 @@ class PeerNorm:
         """An empty inbox on every rank, seen by all."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        rank, size = self._group.rank(), self._group.size()
+        rank, size = self._tp.rank, self._tp.size
         shape, dtype = inbox_shape(size, max_rows, self._hidden), inbox_dtype(self._dtype)
         own = symm_mem.empty(shape, dtype=dtype, device=self._device)
         handle = symm_mem.rendezvous(own, self._group.group_name)
@@ -155,7 +155,7 @@ class PeerNorm:
         own.fill_(EMPTY)
         self._wait_for_all()
         for inbox in inboxes:
-            inbox[:, self._group.rank()] = self._group.rank()
+            inbox[:, self._tp.rank] = self._tp.rank
         self._wait_for_all()
         names = torch.arange(len(inboxes), dtype=own.dtype, device=self._device)
         is_right = bool((own == names[:, None, None]).all())
@@ -168,20 +168,20 @@ class PeerNorm:
         dist.barrier(self._group)
         torch.cuda.synchronize()
 
-    def _measured_max_rows(self, tp: Communicator) -> int:
+    def _measured_max_rows(self) -> int:
         """The largest size measured at which the kernel wins; 0 if none, or if it is wrong."""
         sizes = measured_rows(self._inbox.max_rows)
         # All sizes on all ranks, whatever the first ones gave.
         if not self._agree(all([self._is_right(num_rows) for num_rows in sizes])):
             warnings.warn("the fused all-reduce and norm gives wrong sums: not used", stacklevel=2)
             return 0
-        wins = [num_rows for num_rows in sizes if self._is_faster(num_rows, tp)]
+        wins = [num_rows for num_rows in sizes if self._is_faster(num_rows)]
         return max(wins, default=0)
 
     def _is_right(self, num_rows: int) -> bool:
         """Whether the kernel gives this rank what plain sums give, in both turns."""
         x, residual, weight = self.draw_rows(num_rows)
-        parts = self._all_gather(x)
+        parts = self._tp.all_gather(x)
         right = []
         for turn in range(2):
             expected = all_reduce_add_rms_norm_torch(parts, residual.clone(), weight, _EPS)
@@ -192,26 +192,18 @@ class PeerNorm:
             ]
         return all(right)
 
-    def _is_faster(self, num_rows: int, tp: Communicator) -> bool:
+    def _is_faster(self, num_rows: int) -> bool:
         x, residual, weight = self.draw_rows(num_rows)
         times_us = torch.tensor(
             [
                 time_us(lambda: self.run_both_turns(x, residual, weight)) / 2,
-                time_us(lambda: sum_add_rms_norm(tp, x, residual, weight, _EPS, 0)),
+                time_us(lambda: sum_add_rms_norm(self._tp, x, residual, weight, _EPS, 0)),
             ],
             device=self._device,
         )
         dist.all_reduce(times_us, op=dist.ReduceOp.MAX, group=self._group)
         return bool(times_us[0] < times_us[1])
 
-    def _all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors: (ranks, *shape)."""
-        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        dist.all_gather(gathered, tensor, group=self._group)
-        return torch.stack(gathered)
-
     def _agree(self, is_right: bool) -> bool:
         """Whether it is so on every rank."""
-        answer = torch.tensor(int(is_right), device=self._device)
-        dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=self._group)
-        return bool(answer)
+        return bool(self._tp.min(int(is_right), self._device))
