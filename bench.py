@@ -701,7 +701,7 @@ class Roof:
         """Least time of one step: each matrix once, each cached key once, each logit once."""
         layer = sum(
             self.seconds(2 * step.num_tokens * i * o, i * o + step.num_tokens * (i + o))
-            for i, o in layer_matrices(model)
+            for i, o in model.layer_matrices
         )
         kv_width = 2 * model.num_key_value_heads * model.head_dim  # elements of one token's k and v
         decode = self.seconds(0, sum(step.context_lens) * kv_width)
@@ -715,19 +715,6 @@ class Roof:
         head = self.seconds(2 * step.num_lanes * head_size, head_size + num_logits)
         sampling = self.seconds(0, num_logits)
         return model.num_hidden_layers * (layer + decode + prefill) + head + sampling
-
-
-def layer_matrices(model: ModelConfig) -> list[tuple[int, int]]:
-    """(in, out) of the four products of a layer: qkv, o, gate and up, down."""
-    q_width = model.num_attention_heads * model.head_dim
-    kv_width = model.num_key_value_heads * model.head_dim
-    hidden, intermediate = model.hidden_size, model.intermediate_size
-    return [
-        (hidden, q_width + 2 * kv_width),
-        (q_width, hidden),
-        (hidden, 2 * intermediate),
-        (intermediate, hidden),
-    ]
 
 
 def floor_seconds(

@@ -78,13 +78,21 @@ class ModelConfig:
         )
 
     @property
+    def layer_matrices(self) -> list[tuple[int, int]]:
+        """(in, out) of the four products of a layer: qkv, o, gate and up, down."""
+        q_width = self.num_attention_heads * self.head_dim
+        kv_width = self.num_key_value_heads * self.head_dim
+        return [
+            (self.hidden_size, q_width + 2 * kv_width),
+            (q_width, self.hidden_size),
+            (self.hidden_size, 2 * self.intermediate_size),
+            (self.intermediate_size, self.hidden_size),
+        ]
+
+    @property
     def num_layer_weights(self) -> int:
         """Elements of all layers' matrices."""
-        q_width, kv_width = (
-            heads * self.head_dim for heads in (self.num_attention_heads, self.num_key_value_heads)
-        )
-        attention = self.hidden_size * (2 * q_width + 2 * kv_width)
-        return self.num_hidden_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+        return self.num_hidden_layers * sum(i * o for i, o in self.layer_matrices)
 
 
 def read_config(folder: Path) -> dict[str, object]:

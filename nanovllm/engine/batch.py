@@ -73,18 +73,29 @@ class ScheduledBatch:
 
     def to_wire(self) -> np.ndarray:
         """The batch as one flat int32 array."""
-        parts = [self.rows, self.starts, self.num_tokens]
-        parts += [self.new_rows.ravel(), self.new_blocks.ravel()]
-        parts += [self.prompt_tokens, self.row_params]
-        counts = (
-            self.num_prefills,
-            self.num_decodes,
-            len(self.new_rows),
-            len(self.new_blocks),
-            len(self.prompt_tokens),
-            len(self.row_params),
+        header = np.array(
+            [
+                self.num_prefills,
+                self.num_decodes,
+                len(self.new_rows),
+                len(self.new_blocks),
+                len(self.prompt_tokens),
+                len(self.row_params),
+            ],
+            dtype=np.int32,
         )
-        return np.concatenate([np.array(counts, dtype=np.int32), *parts])
+        return np.concatenate(
+            [
+                header,
+                self.rows,
+                self.starts,
+                self.num_tokens,
+                self.new_rows.ravel(),
+                self.new_blocks.ravel(),
+                self.prompt_tokens,
+                self.row_params,
+            ]
+        )
 
     @classmethod
     def from_wire(cls, wire: np.ndarray) -> "ScheduledBatch":

@@ -94,11 +94,12 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
 
 
 def _resolve_mixed_tokens(config: Config, model_config: ModelConfig, device_type: str) -> int:
-    if config.max_num_mixed_tokens is not None:
-        return min(config.max_num_mixed_tokens, config.max_num_batched_tokens)
-    num_bytes = 2 * model_config.num_layer_weights // config.tensor_parallel_size
-    pays = device_type == "cuda" and not config.enforce_eager and num_bytes >= _MIN_BYTES_TO_MIX
-    return min(_MIXED_TOKENS, config.max_num_batched_tokens) if pays else 0
+    num_tokens = config.max_num_mixed_tokens
+    if num_tokens is None:
+        num_bytes = 2 * model_config.num_layer_weights // config.tensor_parallel_size
+        pays = device_type == "cuda" and num_bytes >= _MIN_BYTES_TO_MIX
+        num_tokens = _MIXED_TOKENS if pays and not config.enforce_eager else 0
+    return min(num_tokens, config.max_num_batched_tokens)
 
 
 def check_shardable(model_config: ModelConfig, size: int) -> None:
