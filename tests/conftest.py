@@ -8,9 +8,13 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from fuzz import Fuzzer
 
 # Few and small: one forward on a CPU takes milliseconds. The large initializer_range spreads the
 # logits, so that outputs vary and every weight matters to them.
@@ -77,6 +81,16 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from processes import quick_context
 
     monkeypatch.setattr("nanovllm.engine.worker.multiprocessing.get_context", quick_context)
+
+
+@pytest.fixture(scope="module")
+def fuzzer() -> "Iterator[Fuzzer]":
+    """Runs random workloads of the bundled model."""
+    from fuzz import Fuzzer
+
+    opened = Fuzzer()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture(scope="session")

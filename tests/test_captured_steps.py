@@ -4,7 +4,6 @@ The second half plants mistakes in what only captured steps use.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,13 +19,6 @@ from nanovllm.utils import pinned
 
 NUM_SEEDS = 9
 MOST_SEEDS_TO_A_MISTAKE = 12
-
-
-@pytest.fixture(scope="module")
-def fuzzer() -> Iterator[Fuzzer]:
-    opened = Fuzzer()
-    yield opened
-    opened.close()
 
 
 def test_random_workloads_on_a_late_device_answer_as_alone(fuzzer: Fuzzer) -> None:

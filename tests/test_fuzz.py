@@ -3,8 +3,6 @@
 The second half plants mistakes: a fuzzer that none can fail proves nothing.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from fuzz import FOLDER, Fuzzer, random_workload
@@ -20,13 +18,6 @@ from nanovllm.layers import sampler
 
 NUM_SEEDS, SEEDS_A_TEST = 30, 5
 MOST_SEEDS_TO_A_MISTAKE = 40
-
-
-@pytest.fixture(scope="module")
-def fuzzer() -> Iterator[Fuzzer]:
-    opened = Fuzzer()
-    yield opened
-    opened.close()
 
 
 @pytest.mark.parametrize("first_seed", range(0, NUM_SEEDS, SEEDS_A_TEST))

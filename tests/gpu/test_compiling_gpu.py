@@ -4,31 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import bench
+
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
-
 # Triton's cache hook is called whenever a kernel isn't in memory, whether the disk has it or not.
 SCRIPT = """
 import json, sys, threading
@@ -70,7 +55,7 @@ if __name__ == "__main__":
 def test_no_kernel_compiles_after_the_start_compiled_them(tmp_path: Path) -> None:
     model, script, cache = tmp_path / "model", tmp_path / "script.py", tmp_path / "cache"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps(CONFIG))
+    bench.write_shape(replace(bench.SHAPES["0.6B"], layers=2), model)
     script.write_text(SCRIPT)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
