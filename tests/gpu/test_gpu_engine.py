@@ -252,7 +252,7 @@ def test_bf16_logits_are_as_close_to_float32_as_the_torch_backends(
         assert llm.stats().graph_batch_sizes == (1, 2, 4, 8)
         graphs = runner_of(llm).graphs
         assert graphs is not None
-        assert StepShape(16, 448, 8) in graphs._graphs
+        assert StepShape(16, 480, 8) in graphs._graphs
         driver = Driver(llm)
         found = {"graphs": run_scenario(driver)}
         with without_graphs(llm):
