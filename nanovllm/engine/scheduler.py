@@ -3,7 +3,9 @@
 Continuous batching decides anew before every step, so a sequence that ends makes room at once. The
 rules are few. Waiting prompts go first, in order, and admission stops at the first that doesn't
 fit; a prompt longer than a step's token budget runs in chunks. Else every running sequence decodes
-one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. With
+one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. Prompts that found
+no room wait until there is room for a group of them, MAX_STEPS_HELD steps at most: a step of one
+prompt, whose kernels the host launches one by one, takes as long as a step of ten. With
 max_num_mixed_tokens steps are mixed instead: running sequences decode in every step, and prompt
 chunks ride along. When a running sequence needs a block and none is free, the latest admitted one
 is preempted: its blocks go back, and it returns to the front of `waiting` to be computed again,
@@ -38,6 +40,10 @@ from nanovllm.engine.sequence import Sequence, SequenceStatus
 # Prefill steps that running sequences sit out before they decode one token: their wait is bounded
 # however long the queue of prompts is.
 MAX_PREFILLS_IN_A_ROW = 16
+
+# Decode steps that prompts which found no room sit out, unless a group's worth of sequences ends.
+MAX_STEPS_HELD = 32
+_GROUPS = 16  # in max_num_seqs
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 _NO_RECORDS = {
@@ -142,6 +148,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_prefills_in_a_row = 0
         self._num_ended = 0
+        # What _num_ended was when a prompt last found no room, and the steps it was held since.
+        self._num_ended_when_full: int | None = None
+        self._num_steps_held = 0
         self._decodes: _Decodes | None = None  # of the last step; None: `running` has changed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Records for the next batch: what rows and block tables gained since the last one.
@@ -175,6 +184,9 @@ class Scheduler:
             step = self._schedule_mixed(in_flight)
         elif is_anyone_running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
             step = self._schedule_decode(in_flight)
+        elif self._holds_prompts():
+            step = self._schedule_decode(in_flight)
+            self._num_steps_held += step is not None
         else:
             step = self._schedule_prefill() or self._schedule_decode(in_flight)
         assert step or in_flight or self.is_finished(), "nothing to run while work remains"
@@ -284,6 +296,15 @@ class Scheduler:
             assert seq.num_blocks == len(seq.block_table), f"{seq} lacks blocks of its prompt"
         self.block_manager.check_invariants(holders)
 
+    def _holds_prompts(self) -> bool:
+        """Whether prompts that found no room wait for more than what has become free since."""
+        return (
+            self._num_ended_when_full is not None
+            and bool(self.running)
+            and self._num_steps_held < MAX_STEPS_HELD
+            and self._num_ended - self._num_ended_when_full < self.max_num_seqs // _GROUPS
+        )
+
     def _schedule_prefill(self) -> Step | None:
         """A step of waiting prompts alone."""
         chunks = self._take_prompts(self.max_num_batched_tokens)
@@ -326,11 +347,13 @@ class Scheduler:
             chunks_any: Whether the last prompt taken may be cut too; else only the first may.
         """
         chunks: list[_Chunk] = []
+        self._num_ended_when_full, self._num_steps_held = None, 0
         while self.waiting and budget > 0 and len(chunks) != max_prompts:
             seq = self.waiting[0]
             if seq.row is None:
                 admission = self._admission(seq)
                 if admission is None:
+                    self._num_ended_when_full = self._num_ended
                     break
                 num_cached = len(admission.cached_block_ids) * seq.block_size
                 if chunks and not chunks_any and seq.num_tokens - num_cached > budget:

@@ -1,6 +1,6 @@
 """Who runs which step, by hand in the smallest cases, then against a plain model of the rules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from nanovllm.engine.batch import MAX_MIXED_PREFILLS, new_row
-from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, Scheduler, Step
+from nanovllm.engine.scheduler import MAX_PREFILLS_IN_A_ROW, MAX_STEPS_HELD, Scheduler, Step
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 TOKEN = 7  # what every step samples, unless a test says otherwise
@@ -242,6 +242,64 @@ def count_steps_between_tokens(scheduler: Scheduler, seq: Sequence) -> list[int]
         else:
             waits[-1] += 1
     return waits[:-1]
+
+
+# ---------------------------------------------------------------- prompts in groups
+
+
+def full_house(max_tokens: Iterable[int], num_waiting: int) -> Scheduler:
+    """As many running as may run, one for each of `max_tokens`, and prompts that found no room."""
+    lengths = list(max_tokens)
+    scheduler = make_scheduler(
+        num_blocks=2048, max_num_seqs=len(lengths), max_num_batched_tokens=128
+    )
+    for i, length in enumerate((*lengths, *[2] * num_waiting)):
+        add(scheduler, 1, max_tokens=length, seq_id=i)
+    run_step(scheduler)
+    assert (len(scheduler.running), len(scheduler.waiting)) == (len(lengths), num_waiting)
+    return scheduler
+
+
+def prefills_of_steps(scheduler: Scheduler, num_steps: int) -> list[int]:
+    counts = []
+    for _ in range(num_steps):
+        step = schedule(scheduler)
+        counts.append(step.batch.num_prefills)
+        confirm(scheduler, step)
+    return counts
+
+
+def test_prompts_that_found_no_room_come_in_groups() -> None:
+    """The host launches a step of one prompt as slowly as one of many; so it went, one by one."""
+    scheduler = full_house([3, 3, 4, 5, 6, *[30] * 59], num_waiting=6)
+    # Four of 64 are a group. Four end by the fourth step, and of the new ones the next group.
+    assert prefills_of_steps(scheduler, 8) == [0, 0, 0, 0, 4, 0, 2, 0]
+
+
+def test_prompts_that_found_no_room_wait_a_bounded_number_of_steps() -> None:
+    scheduler = full_house([2, *[60] * 63], num_waiting=1)
+    assert prefills_of_steps(scheduler, 40).index(1) == MAX_STEPS_HELD
+
+
+def test_prompts_wait_for_a_group_of_blocks_too() -> None:
+    """Rows were free all the time."""
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=64)
+    for i, max_tokens in enumerate([3, 3, 3, 4, 4, 4, 4, 4, 2, 2]):
+        add(scheduler, 1, max_tokens=max_tokens, seq_id=i)
+    assert prefills_of_steps(scheduler, 5) == [8, 0, 0, 0, 2]
+
+
+def test_prompts_with_room_do_not_wait() -> None:
+    scheduler = full_house([*[9] * 64], num_waiting=0)
+    scheduler.finish(scheduler.running[:1], "abort")
+    add(scheduler, 1, seq_id=99)
+    assert prefills_of_steps(scheduler, 1) == [1]
+
+
+def test_prompts_do_not_wait_where_no_one_runs() -> None:
+    scheduler = full_house([*[9] * 64], num_waiting=1)
+    scheduler.finish([*scheduler.running], "abort")
+    assert prefills_of_steps(scheduler, 1) == [1]
 
 
 # ---------------------------------------------------------------- mixed steps
@@ -683,11 +741,18 @@ class ModelScheduler:
         self.waiting: list[ModelSequence] = []
         self.running: list[ModelSequence] = []
         self.num_prefills_in_a_row = 0
+        self.num_ended_since_full: int | None = None
+        self.num_steps_held = 0
 
     def schedule(self) -> list[ModelLane]:
         is_anyone_running = bool(self.running)
         lanes = []
-        if not is_anyone_running or self.num_prefills_in_a_row < MAX_PREFILLS_IN_A_ROW:
+        if is_anyone_running and self.num_prefills_in_a_row == MAX_PREFILLS_IN_A_ROW:
+            pass
+        elif is_anyone_running and self._lacks_room_for_a_group():
+            self.num_steps_held += 1
+        else:
+            self.num_ended_since_full, self.num_steps_held = None, 0
             lanes = self._prefill()
         sits_out = is_anyone_running and lanes
         self.num_prefills_in_a_row = self.num_prefills_in_a_row + 1 if sits_out else 0
@@ -701,8 +766,15 @@ class ModelScheduler:
         self.drop(finished)
 
     def drop(self, numbers: set[int]) -> None:
+        if self.num_ended_since_full is not None:
+            self.num_ended_since_full += len(numbers)
         self.running = [seq for seq in self.running if seq.number not in numbers]
         self.waiting = [seq for seq in self.waiting if seq.number not in numbers]
+
+    def _lacks_room_for_a_group(self) -> bool:
+        group = min(self.world.max_num_seqs, self.world.max_num_batched_tokens) // 16
+        ended = self.num_ended_since_full
+        return ended is not None and ended < group and self.num_steps_held < MAX_STEPS_HELD
 
     def _num_free(self) -> int:
         return self.world.num_blocks - sum(
@@ -721,9 +793,9 @@ class ModelScheduler:
         while self.waiting and budget:
             seq = self.waiting[0]
             if not seq.is_admitted:
-                if len(self.running) == max_num_seqs:
-                    break
-                if self._num_blocks(seq.num_tokens) > self._num_free():
+                is_full = len(self.running) == max_num_seqs
+                if is_full or self._num_blocks(seq.num_tokens) > self._num_free():
+                    self.num_ended_since_full = 0
                     break
                 if lanes and seq.num_tokens > budget:
                     break
@@ -760,7 +832,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 2, 3, 4, 4, 16, 256]),
         num_blocks=st.integers(1, 10),
-        max_num_seqs=st.sampled_from([8, 8, 3, 1]),
+        max_num_seqs=st.sampled_from([8, 96, 3, 1]),
         max_num_batched_tokens=st.sampled_from([256, 64, 64, 8, 5, 1]),
         max_num_mixed_tokens=st.sampled_from([0, 0, 1, 3, 8]),
         is_plain=st.booleans(),

@@ -99,11 +99,15 @@ class World:
     def random(cls, seed: int) -> "World":
         rng = random.Random(seed)
         block_size, num_blocks = rng.choice((1, 2, 4)), rng.choice((8, 12, rng.randint(8, 24)))
+        max_num_seqs = rng.choice((8, rng.randint(1, 8)))
+        max_num_batched_tokens = rng.choice((rng.randint(1, 8), rng.randint(8, 64)))
+        if seed % 5 == 0:  # only blocks are short, and prompts wait for a group's worth of them
+            max_num_seqs = max_num_batched_tokens = 96
         return cls(
             block_size=block_size,
             num_blocks=num_blocks,
-            max_num_seqs=rng.choice((8, rng.randint(1, 8))),
-            max_num_batched_tokens=rng.choice((rng.randint(1, 8), rng.randint(8, 64))),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
             max_num_mixed_tokens=random.Random(~seed).choice((0, 0, 1, 3, 8, 16)),
             orders=tuple(random_orders(rng, num_slots=block_size * num_blocks)),
         )
