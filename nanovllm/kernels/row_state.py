@@ -135,6 +135,31 @@ class StepBuffers:
 # ---- The host's words
 
 
+class WireParts(NamedTuple):
+    """A wire taken apart on the device, all int32; see `engine.batch.ScheduledBatch`."""
+
+    rows: torch.Tensor  # (lanes,)
+    starts: torch.Tensor  # (lanes,)
+    num_tokens: torch.Tensor  # (prefills,)
+    new_rows: torch.Tensor  # (n, 4)
+    new_blocks: torch.Tensor  # (n, 3)
+    prompt_tokens: torch.Tensor  # (tokens,)
+
+    @classmethod
+    def of(cls, wire: torch.Tensor) -> WireParts:
+        """Views of a wire, behind which anything may follow; reads the header on the host."""
+        num_prefills, num_decodes, num_new_rows, num_new_blocks, num_tokens = wire[:5].tolist()
+        num_lanes = num_prefills + num_decodes
+        lengths = [num_lanes, num_lanes, num_prefills, 4 * num_new_rows, 3 * num_new_blocks]
+        words = wire[HEADER_WORDS : HEADER_WORDS + sum(lengths) + num_tokens]
+        rows, starts, lane_tokens, new_rows, new_blocks, prompt_tokens = words.split(
+            [*lengths, num_tokens]
+        )
+        return cls(
+            rows, starts, lane_tokens, new_rows.view(-1, 4), new_blocks.view(-1, 3), prompt_tokens
+        )
+
+
 def fetch_wire(wires: torch.Tensor, turn: torch.Tensor, wire: torch.Tensor) -> None:
     """Copy the wire whose turn it is into device memory.
 
@@ -271,11 +296,8 @@ def apply_updates(wire: torch.Tensor, state: RowState) -> None:
 
 def apply_updates_torch(wire: torch.Tensor, state: RowState) -> None:
     """`apply_updates` in plain torch; reads the header on the host."""
-    num_prefills, num_decodes, num_new_rows, num_new_blocks = wire[:4].tolist()
-    start = HEADER_WORDS + 3 * num_prefills + 2 * num_decodes
-    new_rows = wire[start : start + 4 * num_new_rows].view(-1, 4)
-    start += 4 * num_new_rows
-    new_blocks = wire[start : start + 3 * num_new_blocks].view(-1, 3).long()
+    parts = WireParts.of(wire)
+    new_rows, new_blocks = parts.new_rows, parts.new_blocks.long()
     rows = new_rows[:, 0].long()
     state.temperatures[rows] = new_rows[:, 1].contiguous().view(torch.float32)
     state.seeds[rows] = (new_rows[:, 2].long() & 0xFFFFFFFF) | (new_rows[:, 3].long() << 32)
@@ -346,14 +368,12 @@ def step_inputs_torch(
     wire: torch.Tensor, state: RowState, inputs: StepBuffers, shape: StepShape, block_size: int
 ) -> None:
     """`step_inputs` in plain torch; reads the wire on the host."""
-    num_prefills, num_decodes, num_new_rows, num_new_blocks, num_prompt_tokens = wire[:5].tolist()
-    num_lanes = num_prefills + num_decodes
-    rows = wire[HEADER_WORDS:][:num_lanes].long()
-    starts = wire[HEADER_WORDS + num_lanes :][:num_lanes]
+    parts = WireParts.of(wire)
+    rows, starts = parts.rows.long(), parts.starts
+    num_lanes, num_prefills = len(rows), len(parts.num_tokens)
+    num_prompt_tokens = len(parts.prompt_tokens)
     num_tokens = torch.ones_like(starts)
-    num_tokens[:num_prefills] = wire[HEADER_WORDS + 2 * num_lanes :][:num_prefills]
-    first_token = HEADER_WORDS + 2 * num_lanes + num_prefills
-    first_token += 4 * num_new_rows + 3 * num_new_blocks
+    num_tokens[:num_prefills] = parts.num_tokens
     ends = starts + num_tokens
     bounds = torch.cumsum(num_tokens, dim=0)  # of each lane's tokens, laid out without padding
 
@@ -387,8 +407,7 @@ def step_inputs_torch(
     before_start = bounds - num_tokens - starts  # a token's place among all, less its position
     positions = torch.arange(len(lane_of), device=wire.device) - before_start[lane_of]
     blocks = state.block_tables[rows[lane_of], positions // block_size]
-    prompt_ids = wire[first_token : first_token + num_prompt_tokens]
-    input_ids = torch.cat((prompt_ids, state.last_tokens[rows[decodes]]))
+    input_ids = torch.cat((parts.prompt_tokens, state.last_tokens[rows[decodes]]))
     inputs.input_ids.zero_()
     inputs.positions.zero_()
     inputs.slot_mapping.fill_(-1)
