@@ -163,7 +163,7 @@ def random_workload(
         "max_model_len": max_model_len,
         "kvcache_block_size": block_size,
         "num_kvcache_blocks": max(1, int(blocks_of_longest * rng.choice((0.5, 1, 1, 1.5, 2, 6)))),
-        "max_num_seqs": rng.choice((1, 2, 3, 5, 8, 16)),
+        "max_num_seqs": rng.choice((1, 2, 3, 5, 8, 16, 48)),
         "max_num_batched_tokens": rng.choice((rng.randint(1, 16), rng.randint(16, 128), 1024)),
         "max_num_mixed_tokens": rng.choice((0, 0, rng.randint(1, 16), rng.randint(16, 256))),
         "async_scheduling": rng.random() < 0.7,
