@@ -63,7 +63,7 @@ def resolve_settings(config: Config) -> RunnerSettings:
         device_type=device_type,
         dtype_name=dtype_name,
         max_model_len=_resolve_max_model_len(config, model_config),
-        max_num_mixed_tokens=_resolve_mixed_tokens(config, model_config, device_type),
+        max_num_mixed_tokens=_resolve_mixed_tokens(config, model_config, device_type, dtype_name),
     )
 
 
@@ -93,10 +93,13 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _resolve_mixed_tokens(config: Config, model_config: ModelConfig, device_type: str) -> int:
+def _resolve_mixed_tokens(
+    config: Config, model_config: ModelConfig, device_type: str, dtype_name: str
+) -> int:
     num_tokens = config.max_num_mixed_tokens
     if num_tokens is None:
-        num_bytes = 2 * model_config.num_layer_weights // config.tensor_parallel_size
+        weight_bytes = 4 if dtype_name == "float32" else 2
+        num_bytes = weight_bytes * model_config.num_layer_weights // config.tensor_parallel_size
         pays = device_type == "cuda" and num_bytes >= _MIN_BYTES_TO_MIX
         num_tokens = _MIXED_TOKENS if pays and not config.enforce_eager else 0
     return min(num_tokens, config.max_num_batched_tokens)

@@ -3,14 +3,18 @@
 import random
 from bisect import bisect_left
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from engine.worlds import Loop, World, random_orders
 
+import bench
+from nanovllm.config import Config
 from nanovllm.engine.batch import MAX_MIXED_PREFILLS, num_mixed_prompt_tokens
 from nanovllm.engine.cuda_graph import StepGraphs, decode_shapes, mixed_shapes
 from nanovllm.engine.scheduler import Step
+from nanovllm.engine.settings import resolve_settings
 from nanovllm.kernels.row_state import StepShape
 
 _RANDOM = random.Random(0)
@@ -42,6 +46,35 @@ def test_mixed_steps_are_captured_at_few_shapes() -> None:
     for max_num_seqs, max_num_mixed_tokens in LIMITS:
         num_shapes = len(mixed_shapes(max_num_seqs, max_num_mixed_tokens))
         assert num_shapes <= 32 + len(decode_shapes(max_num_seqs))
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "num_tokens"),
+    [
+        ("0.6B", {}, 0),
+        ("8B", {}, 256),
+        ("8B", {"tensor_parallel_size": 2}, 256),
+        ("8B", {"tensor_parallel_size": 4}, 0),  # 3.2 GiB of layers a rank
+        ("4B", {"dtype": "bfloat16"}, 256),
+        ("1.7B", {"dtype": "bfloat16"}, 0),
+        ("1.7B", {"dtype": "float32"}, 256),
+        ("8B", {"enforce_eager": True}, 0),  # hundreds of launches outlast what the GPU saves
+        ("8B", {"device": "cpu"}, 0),
+        ("8B", {"max_num_mixed_tokens": 64}, 64),
+    ],
+)
+def test_steps_are_mixed_where_a_rank_holds_many_weights(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    shape: str,
+    options: dict[str, object],
+    num_tokens: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    bench.write_shape(bench.SHAPES[shape], tmp_path)
+    settings = resolve_settings(Config(model=str(tmp_path), **options))
+    assert settings.max_num_mixed_tokens == num_tokens
 
 
 def test_shape_of_a_scheduled_step_is_the_smallest_that_holds_it(
