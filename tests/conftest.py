@@ -39,7 +39,7 @@ _LIMIT_S = 120  # of a test of processes
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` or `gpu2` on machines with fewer CUDA GPUs than that.
+    """Skip tests marked `gpu`, `gpu2`, `gpu4` or `gpu8` on machines with fewer CUDA GPUs than that.
 
     They need compiled kernels, too: in Triton's interpreter there is no GPU.
     """
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     has_gpus = torch.cuda.is_available() and not is_interpreted
     num_gpus = torch.cuda.device_count() if has_gpus else 0
     for item in items:
-        for mark, num_needed in (("gpu", 1), ("gpu2", 2)):
+        for mark, num_needed in (("gpu", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)):
             if item.get_closest_marker(mark) and num_gpus < num_needed:
                 item.add_marker(pytest.mark.skip(reason=f"needs {num_needed} CUDA GPU(s)"))
 

@@ -1,4 +1,4 @@
-"""Two GPUs: ranks answer like one, with graphs and over peer memory, and never hang."""
+"""Two GPUs and more: ranks answer like one, with graphs and over peer memory, and never hang."""
 
 import os
 import signal
@@ -17,6 +17,7 @@ from nanovllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.usefixtures("hard_timeout", "quick_start")]
 
+SIZES = [2, pytest.param(4, marks=pytest.mark.gpu4), pytest.param(8, marks=pytest.mark.gpu8)]
 REPEATS = [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 20))]
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -26,7 +27,13 @@ OPTIONS = {
     "kvcache_block_size": 16,
 }
 # Head size and widths that every kernel takes; two layers are enough to go wrong.
-MODEL = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 128, "num_attention_heads": 8}
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "head_dim": 128,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,  # two of eight ranks hold the same
+}
 SCRIPT_LIMIT_S = 120
 
 
@@ -52,14 +59,15 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_two_gpus_answer_like_one_in_float32(make_checkpoint, enforce_eager: bool) -> None:
+def test_ranks_answer_like_one_in_float32(make_checkpoint, enforce_eager: bool, size: int) -> None:
     """C44: graphs that contain the all-reduces, too; TF32 is off unless somebody turns it on."""
     folder = str(make_checkpoint(**MODEL))
     options = {**OPTIONS, "dtype": "float32", "enforce_eager": enforce_eager}
     with LLM(folder, **options) as llm:
         expected = tokens_of(llm)
-    with LLM(folder, **options, tensor_parallel_size=2) as llm:
+    with LLM(folder, **options, tensor_parallel_size=size) as llm:
         stats = llm.stats()
         assert bool(stats.graph_batch_sizes) is not enforce_eager
         assert "nccl" in stats.all_reduce
@@ -67,13 +75,14 @@ def test_two_gpus_answer_like_one_in_float32(make_checkpoint, enforce_eager: boo
         assert tokens_of(llm) != [], "a second call on the same ranks"
 
 
-def test_two_gpus_score_like_one_in_bfloat16(make_checkpoint) -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_score_like_one_in_bfloat16(make_checkpoint, size: int) -> None:
     """Teacher-forced: every token's logprob, apart from what bfloat16 rounds differently."""
     folder = str(make_checkpoint(**MODEL))
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     scores = []
-    for size in (1, 2):
-        options = {**OPTIONS, "dtype": "bfloat16", "tensor_parallel_size": size}
+    for num_ranks in (1, size):
+        options = {**OPTIONS, "dtype": "bfloat16", "tensor_parallel_size": num_ranks}
         with LLM(folder, **options) as llm:
             outputs = llm.generate(some_prompts(8), params, use_tqdm=False)
         scores.append(
@@ -85,18 +94,21 @@ def test_two_gpus_score_like_one_in_bfloat16(make_checkpoint) -> None:
                 )
             ]
         )
-    one, two = (torch.tensor(score) for score in scores)
+    one, several = (torch.tensor(score) for score in scores)
     # Eight bits of mantissa at logits of some ten: single scores differ by 0.1, not by 1.
-    assert (one - two).abs().mean() < 0.1
-    assert (one - two).abs().max() < 1.0
+    assert (one - several).abs().mean() < 0.1
+    assert (one - several).abs().max() < 1.0
 
 
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("repeat", REPEATS)
-def test_rank_killed_while_decoding_raises_and_closes(make_checkpoint, repeat: int) -> None:
-    """C31: the other rank spins in a kernel that waits for its peer, and is ended all the same."""
+def test_rank_killed_while_decoding_raises_and_closes(
+    make_checkpoint, repeat: int, size: int
+) -> None:
+    """C31: the others spin in a kernel that waits for their peer, and are ended all the same."""
     names = shared_memory_names()
-    llm = LLM(str(make_checkpoint(**MODEL)), **OPTIONS, tensor_parallel_size=2)
-    rank = repeat % 2
+    llm = LLM(str(make_checkpoint(**MODEL)), **OPTIONS, tensor_parallel_size=size)
+    rank = repeat % size
     pids = rank_pids()
     stream = llm.stream(some_prompts(4), SamplingParams(max_tokens=400, ignore_eos=True), True)
     for _ in range(20 + repeat):
