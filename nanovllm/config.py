@@ -6,6 +6,7 @@ it and passed on. What the checkpoint says about itself is in `model_config.py`.
 """
 
 import dataclasses
+import difflib
 import math
 import os
 import warnings
@@ -84,7 +85,7 @@ class Config:
         """Build a Config, accepting with one warning vLLM's keywords that change nothing here.
 
         Raises:
-            TypeError: An unknown keyword; the text names the known ones.
+            TypeError: An unknown keyword; the text names the known ones, near ones first.
         """
         inert = [name for name in kwargs if name in _INERT_KEYWORDS]
         for name in inert:
@@ -96,8 +97,10 @@ class Config:
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(kwargs) - set(known))
         if unknown:
+            near = [name for key in unknown for name in difflib.get_close_matches(key, known, 1)]
+            hint = f"; did you mean {' and '.join(map(repr, near))}?" if near else ""
             raise TypeError(
-                f"unknown option {', '.join(unknown)}; known options are {', '.join(known)}"
+                f"unknown option {', '.join(unknown)}{hint}; known options are {', '.join(known)}"
             )
         if isinstance(kwargs.get("tokenizer"), os.PathLike):
             kwargs["tokenizer"] = str(kwargs["tokenizer"])

@@ -2,12 +2,13 @@
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
+from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 Params = SamplingParams | Items[SamplingParams] | None
+Result = TypeVar("Result")
 
 _PROGRESS_SECONDS = 0.2  # between updates of the bar's speeds
 
@@ -89,17 +91,19 @@ class LLM:
             add_generation_prompt: End with the beginning of the assistant's turn.
             continue_final_message: Let the model go on with the last message instead.
             chat_template_kwargs: Reach the template (Qwen3's enable_thinking).
+
+        Raises:
+            ValueError, TypeError: A conversation can't be written; of several, the text names its
+                index. Else as `generate`.
         """
-        prompts = [
-            chat_prompt(
-                self.llm_engine.tokenizer,
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for conversation in as_conversation_list(messages)
-        ]
+        write = partial(
+            chat_prompt,
+            self.llm_engine.tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        prompts = _of_each(as_conversation_list(messages), write)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -150,14 +154,19 @@ class LLM:
 
         Raises:
             RuntimeError: Requests run.
-            ValueError, TypeError: A tensor has no parameter, another shape or another kind.
+            ValueError, TypeError: A tensor has no parameter, another shape or another kind, or
+                there is none.
         """
         with self._call():
             self.llm_engine.load_weights(weights)
 
     def sleep(self) -> None:
-        """Give the KV cache's memory back until `wake_up`; a RuntimeError while requests run."""
-        with self._call():
+        """Give the KV cache's memory back until `wake_up`; an engine that sleeps stays as it is.
+
+        Raises:
+            RuntimeError: Requests run, or the engine has been closed.
+        """
+        with self._call(may_sleep=True):
             self.llm_engine.sleep()
 
     def wake_up(self) -> None:
@@ -184,9 +193,9 @@ class LLM:
         self.exit()
 
     @contextmanager
-    def _call(self) -> Iterator[None]:
+    def _call(self, *, may_sleep: bool = False) -> Iterator[None]:
         """One call at a time, on an engine that has nothing else to do."""
-        self.llm_engine.check_usable()
+        self.llm_engine.check_usable(may_sleep=may_sleep)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("another generate(), chat() or stream() is running on this LLM")
         try:
@@ -314,22 +323,46 @@ def chat_prompt(
 def as_conversation_list(
     messages: Items[Message] | Items[Items[Message]],
 ) -> list[Items[Message]]:
-    """One conversation or many as a list of conversations."""
+    """One conversation or many as a list of conversations, whose contents are texts.
+
+    Raises:
+        ValueError, TypeError: One of them is none; of several, the text names its index.
+    """
     if isinstance(messages, str) or not isinstance(messages, Items):
         raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
     if messages and isinstance(messages[0], Mapping):
         conversations = [cast(Items[Message], messages)]
     else:
         conversations = [cast(Items[Message], conversation) for conversation in messages]
-    for conversation in conversations:
-        if isinstance(conversation, str) or not isinstance(conversation, Items):
-            raise TypeError(f"a conversation must be a list of messages, not {conversation!r}")
-    return [[_as_text(message) for message in conversation] for conversation in conversations]
+    return _of_each(conversations, _as_texts)
+
+
+def _of_each(
+    conversations: list[Items[Message]], function: Callable[[Items[Message]], Result]
+) -> list[Result]:
+    """`function` of each conversation; of several, what it raises names the index."""
+    results = []
+    for i, conversation in enumerate(conversations):
+        try:
+            results.append(function(conversation))
+        except (ValueError, TypeError) as error:
+            if len(conversations) == 1:
+                raise
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            raise kind(f"conversation {i}: {error}") from error
+    return results
+
+
+def _as_texts(conversation: Items[Message]) -> Items[Message]:
+    if isinstance(conversation, str) or not isinstance(conversation, Items):
+        raise TypeError(f"a conversation must be a list of messages, not {conversation!r}")
+    return [_as_text(message) for message in conversation]
 
 
 def _as_text(message: Message) -> Message:
     """The message with its content as one text: chat templates of text models know no parts."""
-    if not isinstance(message, Mapping):
+    # Of the role nothing more is known here, but without one templates drop a message in silence.
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TypeError(f"a message must be a dict with role and content, not {message!r}")
     content = message.get("content")
     if isinstance(content, str) or not isinstance(content, Items):

@@ -21,7 +21,7 @@ class SamplingParams:
     """How one request is sampled; frozen, hashable and valid by construction."""
 
     temperature: float  # >= 0; logits are divided by it; below 1e-5 = greedy
-    max_tokens: int | None  # >= 1; None = as many as max_model_len and the KV cache allow
+    max_tokens: int | None  # >= 1, cut to what max_model_len leaves; None = all that fit
     ignore_eos: bool  # run past eos ids; stop_token_ids still stop
     top_p: float  # (0, 1]: smallest set of likeliest tokens whose probability reaches it; 1 = off
     top_k: int  # >= 1: the k likeliest tokens; 0 or -1 = off

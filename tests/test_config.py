@@ -43,6 +43,22 @@ def test_unknown_option_is_refused_with_the_known_ones() -> None:
         LLM("folder", wrong=1, also_wrong=2)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("block_size", "kvcache_block_size"),
+        ("max_seq_len", "max_model_len"),
+        ("num_gpu_blocks", "num_kvcache_blocks"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+    ],
+)
+def test_unknown_option_is_refused_with_a_near_one(name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}; did you mean '{near}'\\?; known options are"):
+        LLM("folder", **{name: 1})
+    with pytest.raises(TypeError, match="unknown option tp_size; known options are"):
+        LLM("folder", tp_size=2)
+
+
 def test_keywords_of_vllm_that_change_nothing_warn_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

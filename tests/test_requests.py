@@ -203,6 +203,30 @@ def test_bad_messages_is_refused(llm: LLM, messages: object) -> None:
     check_idle(llm)
 
 
+CONVERSATION = [{"role": "user", "content": "hi"}]
+BAD_CONVERSATIONS = {
+    "no list": ("hello", TypeError, "a conversation must be a list of messages"),
+    "no message": ([5], TypeError, "a message must be a dict with role and content"),
+    "no role": ([{"content": "hi"}], TypeError, "a message must be a dict with role and content"),
+    "a role of another kind": ([{"role": 5, "content": "hi"}], TypeError, "a message must be"),
+    "no content": ([{"role": "user"}], ValueError, "the chat template can't .*'content'"),
+    "content of another kind": ([{"role": "user", "content": 5}], ValueError, "template.*int"),
+    "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "image_url"),
+    "no messages": ([], ValueError, "the chat template can't .*empty conversation"),
+    "a lone surrogate": ([{"role": "user", "content": "\ud800"}], TypeError, "must be str"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONVERSATIONS)
+def test_bad_conversation_of_several_is_refused_by_its_index(llm: LLM, case: str) -> None:
+    conversation, error, text = BAD_CONVERSATIONS[case]
+    with pytest.raises(error, match=f"^conversation 2: .*{text}"):
+        llm.chat([CONVERSATION, CONVERSATION, conversation], GREEDY, use_tqdm=False)
+    with pytest.raises(error, match=f"^(?!conversation).*{text}"):
+        llm.chat([conversation], GREEDY, use_tqdm=False)
+    check_idle(llm)
+
+
 def test_errors_without_asserts() -> None:
     """Every refusal is an exception of its own, not an assert that -O takes away."""
     files = ["requests", "config", "model_config", "loader"]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import MakeCheckpoint
@@ -102,7 +103,7 @@ def test_parameters_keep_their_addresses_and_dtypes(llm, folders):
         ("model.layers.0.self_attn.q_proj.weight", torch.zeros(2, 2), ValueError, "q_proj.weight"),
         ("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(2, 2), ValueError, "no parameter"),
         ("model.norm.weight", torch.zeros(64, dtype=torch.int32), TypeError, "floating point"),
-        ("model.norm.weight", [1.0], TypeError, "pairs of a name and a tensor"),
+        ("model.norm.weight", [1.0], TypeError, "norm.weight must be a torch.Tensor, not list"),
         (3, torch.zeros(3), TypeError, "pairs of a name and a tensor"),
     ],
 )
@@ -115,6 +116,22 @@ def test_a_wrong_weight_is_named_before_anything_is_written(
     assert answers_of(llm) == before
 
 
+def test_what_holds_no_weights_is_an_error(llm, folders):
+    file = folders[1] / "model.safetensors"
+    for value in (file, str(file), None, 5, llm.llm_engine._runner.model):
+        with pytest.raises(TypeError, match=r"mapping or an iterable of .*load_file.*state_dict"):
+            llm.load_weights(value)
+    with pytest.raises(TypeError, match="norm.weight must be a torch.Tensor, not ndarray"):
+        llm.load_weights({"model.norm.weight": np.ones(64)})
+    used_up = iter(weights_of(folders[1]).items())
+    llm.load_weights(used_up)
+    before = answers_of(llm)
+    for empty in ({}, [], used_up):
+        with pytest.raises(ValueError, match="no weights were given"):
+            llm.load_weights(empty)
+    assert answers_of(llm) == before
+
+
 def test_a_wrong_weight_of_a_generator_says_how_many_came_before(llm, folders):
     items = list(weights_of(folders[1]).items())
     with pytest.raises(ValueError, match=r"\(3 tensors before it are written\)"):
@@ -123,11 +140,11 @@ def test_a_wrong_weight_of_a_generator_says_how_many_came_before(llm, folders):
 
 
 @pytest.mark.parametrize("verb", ["load_weights", "sleep", "reset_prefix_cache"])
-def test_nothing_is_replaced_while_requests_run(llm, verb):
+def test_nothing_is_replaced_while_requests_run(llm, folders, verb):
     engine = llm.llm_engine
     request_id = engine.add_request(PROMPTS[0], GREEDY)
     for _ in range(3):
-        arguments = ([],) if verb == "load_weights" else ()
+        arguments = (weights_of(folders[0]),) if verb == "load_weights" else ()
         with pytest.raises(RuntimeError, match="abort them"):
             getattr(llm, verb)(*arguments)
         with pytest.raises(RuntimeError, match="abort them"):
@@ -150,7 +167,6 @@ def test_sleep_gives_the_cache_back_and_wake_up_takes_it_again(llm):
         lambda: llm.llm_engine.step(),
         lambda: llm.load_weights([]),
         lambda: llm.reset_prefix_cache(),
-        lambda: llm.sleep(),
     ):
         with pytest.raises(RuntimeError, match="wake_up"):
             call()
@@ -162,13 +178,37 @@ def test_sleep_gives_the_cache_back_and_wake_up_takes_it_again(llm):
     assert llm.stats().kvcache_bytes > 0
 
 
+def test_a_second_sleep_changes_nothing(llm):
+    before = answers_of(llm)
+    for verb in (llm.sleep, llm.llm_engine.sleep, llm.sleep):
+        verb()
+        assert llm.stats().kvcache_bytes == 0
+    llm.wake_up()
+    assert answers_of(llm) == before
+
+
+def test_a_second_sleep_finishes_one_that_was_interrupted(llm, monkeypatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    runner = llm.llm_engine._runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_release_pool", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep()
+    assert runner.kv_cache is not None
+    llm.sleep()
+    assert runner.kv_cache is None
+
+
 def test_a_sleeping_engine_can_be_closed(folders):
     llm = open_llm(folders[0])
     llm.sleep()
     llm.exit()
     llm.exit()
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.wake_up()
+    for verb in (llm.wake_up, llm.sleep):
+        with pytest.raises(RuntimeError, match="closed"):
+            verb()
 
 
 @pytest.mark.usefixtures("hard_timeout", "quick_start")
@@ -183,6 +223,7 @@ def test_several_ranks_take_new_weights_and_sleep(llm, folders):
         assert answers_of(ranks) == old, "a mistake of the caller leaves the ranks as they are"
         ranks.load_weights({name: value.double() for name, value in weights_of(folders[1]).items()})
         assert answers_of(ranks) == new
+        ranks.sleep()
         ranks.sleep()
         with pytest.raises(RuntimeError, match="wake_up"):
             ranks.generate(PROMPTS, GREEDY)

@@ -355,10 +355,12 @@ class LLMEngine:
     def sleep(self) -> None:
         """Give the KV cache's memory back until `wake_up`; cached prefixes are forgotten.
 
+        Asleep, nothing changes, except that what was interrupted is finished.
+
         Raises:
-            RuntimeError: Requests are queued or running, or it sleeps already.
+            RuntimeError: Requests are queued or running, or the engine has been closed.
         """
-        self._check_idle("sleep()")
+        self._check_idle("sleep()", may_sleep=True)
         assert self._runner is not None, "_check_idle"
         self._is_asleep = True  # first: an engine half asleep is one that must be woken
         try:
@@ -422,14 +424,14 @@ class LLMEngine:
             all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
         )
 
-    def check_usable(self) -> None:
+    def check_usable(self, *, may_sleep: bool = False) -> None:
         """Raise RuntimeError if the engine is closed or asleep, or this is a forked copy of it."""
         self._check_alive()
-        if self._is_asleep:
+        if self._is_asleep and not may_sleep:
             raise RuntimeError("this engine sleeps and has no KV cache: call wake_up() first")
 
-    def _check_idle(self, what: str) -> None:
-        self.check_usable()
+    def _check_idle(self, what: str, *, may_sleep: bool = False) -> None:
+        self.check_usable(may_sleep=may_sleep)
         if not self.is_finished():
             raise RuntimeError(f"{what} while requests run: finish or abort them")
 

@@ -170,20 +170,30 @@ def checked_weights(
         weights: Names and whole tensors as in the checkpoint.
 
     Raises:
-        ValueError: A tensor has no parameter or another shape; the text names it.
+        ValueError: A tensor has no parameter or another shape; the text names it. Or there is none.
         TypeError: Something else than pairs of a name and a floating-point tensor.
     """
+    if isinstance(weights, str) or not isinstance(weights, Iterable):
+        raise TypeError(
+            "weights must be a mapping or an iterable of (name, tensor), not "
+            f"{type(weights).__name__}: pass what safetensors.torch.load_file() or a module's "
+            "state_dict() returns"
+        )
     if isinstance(weights, Mapping):
         weights = list(weights.items())
     if isinstance(weights, list | tuple):
         for item in weights:
             _write(model, item, is_rehearsal=True)
-    for num_written, item in enumerate(weights):
+    num_written = 0
+    for item in weights:
         try:
             _write(model, item, is_rehearsal=True)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{error} ({num_written} tensors before it are written)") from error
         yield item
+        num_written += 1
+    if num_written == 0:
+        raise ValueError("no weights were given: the mapping is empty, or the iterator used up")
 
 
 def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
@@ -212,6 +222,8 @@ def _named_tensor(item: object) -> tuple[str, torch.Tensor]:
     match item:
         case (str() as name, torch.Tensor() as tensor):
             return name, tensor
+        case (str() as name, value):
+            raise TypeError(f"weight {name} must be a torch.Tensor, not {type(value).__name__}")
     parts = item if isinstance(item, tuple) else (item,)
     kinds = ", ".join(type(part).__name__ for part in parts)
     raise TypeError(f"weights must be pairs of a name and a tensor, not ({kinds})")
