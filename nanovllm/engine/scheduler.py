@@ -43,7 +43,6 @@ MAX_PREFILLS_IN_A_ROW = 16
 
 # Decode steps that prompts which found no room sit out, unless a group's worth of sequences ends.
 MAX_STEPS_HELD = 32
-_GROUPS = 16  # in max_num_seqs
 
 _EMPTY = np.zeros(0, dtype=np.int32)
 _NO_RECORDS = {
@@ -127,6 +126,8 @@ class Scheduler:
     in one queue.
     """
 
+    num_groups = 16  # in all that run; see `_holds_prompts`
+
     def __init__(
         self,
         *,
@@ -148,8 +149,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._num_prefills_in_a_row = 0
         self._num_ended = 0
-        # What _num_ended was when a prompt last found no room, and the steps it was held since.
-        self._num_ended_when_full: int | None = None
+        # What _num_ended must come to before prompts that found no room are looked at again, and
+        # the steps that they have been held.
+        self._held_until_ended = 0
         self._num_steps_held = 0
         self._decodes: _Decodes | None = None  # of the last step; None: `running` has changed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -298,12 +300,8 @@ class Scheduler:
 
     def _holds_prompts(self) -> bool:
         """Whether prompts that found no room wait for more than what has become free since."""
-        return (
-            self._num_ended_when_full is not None
-            and bool(self.running)
-            and self._num_steps_held < MAX_STEPS_HELD
-            and self._num_ended - self._num_ended_when_full < self.max_num_seqs // _GROUPS
-        )
+        is_due = self._num_steps_held >= MAX_STEPS_HELD or not self.running
+        return self._num_ended < self._held_until_ended and not is_due
 
     def _schedule_prefill(self) -> Step | None:
         """A step of waiting prompts alone."""
@@ -347,13 +345,13 @@ class Scheduler:
             chunks_any: Whether the last prompt taken may be cut too; else only the first may.
         """
         chunks: list[_Chunk] = []
-        self._num_ended_when_full, self._num_steps_held = None, 0
+        self._held_until_ended = self._num_steps_held = 0
         while self.waiting and budget > 0 and len(chunks) != max_prompts:
             seq = self.waiting[0]
             if seq.row is None:
                 admission = self._admission(seq)
                 if admission is None:
-                    self._num_ended_when_full = self._num_ended
+                    self._held_until_ended = self._num_ended + len(self.running) // self.num_groups
                     break
                 num_cached = len(admission.cached_block_ids) * seq.block_size
                 if chunks and not chunks_any and seq.num_tokens - num_cached > budget:

@@ -283,10 +283,17 @@ def test_prompts_that_found_no_room_wait_a_bounded_number_of_steps() -> None:
 
 def test_prompts_wait_for_a_group_of_blocks_too() -> None:
     """Rows were free all the time."""
-    scheduler = make_scheduler(num_blocks=8, max_num_seqs=64)
-    for i, max_tokens in enumerate([3, 3, 3, 4, 4, 4, 4, 4, 2, 2]):
+    scheduler = make_scheduler(num_blocks=32, max_num_seqs=64)
+    for i, max_tokens in enumerate([2, 3, *[4] * 30, 2, 2]):
         add(scheduler, 1, max_tokens=max_tokens, seq_id=i)
-    assert prefills_of_steps(scheduler, 5) == [8, 0, 0, 0, 2]
+    # Two of 32 are a group.
+    assert prefills_of_steps(scheduler, 4) == [32, 0, 0, 2]
+
+
+def test_prompts_do_not_wait_for_a_group_where_few_run() -> None:
+    """A place left empty weighs more there than a step that is slow to launch."""
+    scheduler = full_house([2, *[9] * 14], num_waiting=1)
+    assert prefills_of_steps(scheduler, 2) == [0, 1]
 
 
 def test_prompts_with_room_do_not_wait() -> None:
@@ -741,7 +748,7 @@ class ModelScheduler:
         self.waiting: list[ModelSequence] = []
         self.running: list[ModelSequence] = []
         self.num_prefills_in_a_row = 0
-        self.num_ended_since_full: int | None = None
+        self.num_to_end = 0  # before prompts that found no room are looked at again
         self.num_steps_held = 0
 
     def schedule(self) -> list[ModelLane]:
@@ -752,7 +759,7 @@ class ModelScheduler:
         elif is_anyone_running and self._lacks_room_for_a_group():
             self.num_steps_held += 1
         else:
-            self.num_ended_since_full, self.num_steps_held = None, 0
+            self.num_to_end = self.num_steps_held = 0
             lanes = self._prefill()
         sits_out = is_anyone_running and lanes
         self.num_prefills_in_a_row = self.num_prefills_in_a_row + 1 if sits_out else 0
@@ -766,15 +773,12 @@ class ModelScheduler:
         self.drop(finished)
 
     def drop(self, numbers: set[int]) -> None:
-        if self.num_ended_since_full is not None:
-            self.num_ended_since_full += len(numbers)
+        self.num_to_end -= len(numbers)
         self.running = [seq for seq in self.running if seq.number not in numbers]
         self.waiting = [seq for seq in self.waiting if seq.number not in numbers]
 
     def _lacks_room_for_a_group(self) -> bool:
-        group = min(self.world.max_num_seqs, self.world.max_num_batched_tokens) // 16
-        ended = self.num_ended_since_full
-        return ended is not None and ended < group and self.num_steps_held < MAX_STEPS_HELD
+        return self.num_to_end > 0 and self.num_steps_held < MAX_STEPS_HELD
 
     def _num_free(self) -> int:
         return self.world.num_blocks - sum(
@@ -795,7 +799,7 @@ class ModelScheduler:
             if not seq.is_admitted:
                 is_full = len(self.running) == max_num_seqs
                 if is_full or self._num_blocks(seq.num_tokens) > self._num_free():
-                    self.num_ended_since_full = 0
+                    self.num_to_end = len(self.running) // self.world.num_groups
                     break
                 if lanes and seq.num_tokens > budget:
                     break
@@ -832,9 +836,10 @@ class SchedulerWalk(RuleBasedStateMachine):
     @initialize(
         block_size=st.sampled_from([1, 2, 2, 3, 4, 4, 16, 256]),
         num_blocks=st.integers(1, 10),
-        max_num_seqs=st.sampled_from([8, 96, 3, 1]),
+        max_num_seqs=st.sampled_from([8, 8, 3, 1]),
         max_num_batched_tokens=st.sampled_from([256, 64, 64, 8, 5, 1]),
         max_num_mixed_tokens=st.sampled_from([0, 0, 1, 3, 8]),
+        num_groups=st.sampled_from([16, 3, 2]),
         is_plain=st.booleans(),
     )
     def start(
@@ -844,6 +849,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_mixed_tokens: int,
+        num_groups: int,
         is_plain: bool,
     ) -> None:
         scale = max(block_size // 4, 1)  # of large blocks a token a step would take all day
@@ -853,6 +859,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens * scale,
             max_num_mixed_tokens=0 if is_plain else max_num_mixed_tokens * scale,
+            num_groups=num_groups,
         )
         self.loop = Loop(self.world, overlap=not is_plain, enable_prefix_caching=not is_plain)
         self.model = ModelScheduler(self.world) if is_plain else None

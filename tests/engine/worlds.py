@@ -93,21 +93,19 @@ class World:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int = 0
+    num_groups: int = 16
     orders: tuple[Order, ...] = ()
 
     @classmethod
     def random(cls, seed: int) -> "World":
         rng = random.Random(seed)
         block_size, num_blocks = rng.choice((1, 2, 4)), rng.choice((8, 12, rng.randint(8, 24)))
-        max_num_seqs = rng.choice((8, rng.randint(1, 8)))
-        max_num_batched_tokens = rng.choice((rng.randint(1, 8), rng.randint(8, 64)))
-        if seed % 5 == 0:  # only blocks are short, and prompts wait for a group's worth of them
-            max_num_seqs = max_num_batched_tokens = 96
         return cls(
             block_size=block_size,
             num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=rng.choice((8, rng.randint(1, 8))),
+            max_num_batched_tokens=rng.choice((rng.randint(1, 8), rng.randint(8, 64))),
+            num_groups=(16, 16, 3, 2)[seed % 4],  # a dozen sequences make no group of a sixteenth
             max_num_mixed_tokens=random.Random(~seed).choice((0, 0, 1, 3, 8, 16)),
             orders=tuple(random_orders(rng, num_slots=block_size * num_blocks)),
         )
@@ -270,6 +268,7 @@ class Loop:
             max_num_mixed_tokens=world.max_num_mixed_tokens,
             enable_prefix_caching=enable_prefix_caching,
         )
+        self.scheduler.num_groups = world.num_groups
         self.runner = runner_class(world)
         self.sequences: dict[int, Sequence] = {}  # by order number
         self.in_flight: tuple[Step, list[int]] | None = None
