@@ -8,12 +8,16 @@ goes on where it stopped.
 
 import argparse
 import dataclasses
+import functools
+import inspect
 import json
+import re
 import sys
 import time
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -32,12 +36,23 @@ from nanovllm.batch_file import (
     read_lines,
 )
 from nanovllm.config import Config
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.settings import resolve_settings
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 ALL_ANSWERED, SOME_FAILED, NOT_STARTED, BROKEN_OFF, INTERRUPTED = 0, 1, 2, 3, 130
 _PROGRESS_SECONDS = 0.5  # between updates of the bar
 _MAX_DRY_ERRORS = 20  # shown; all are counted
+_FILE_ERRORS = {
+    FileNotFoundError: "no such file",
+    IsADirectoryError: "a folder, but a file is due",
+    PermissionError: "no permission to open it",
+}
+
+
+class NotStarted(Exception):
+    """The engine can't be made; the text says why."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,12 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = make_config(args)
         defaults = make_defaults(args)
         _check_args(args)
+        if args.ray:  # an actor would only say it much later; its GPUs may be on another host
+            resolve_settings(dataclasses.replace(config, device="cpu"))
         if args.dry_run:
             return dry_run(args, config, defaults)
         ledger = Ledger()
         output = OutputFile(args.output, ledger)
     except (ValueError, TypeError, OSError) as error:
-        return _fail(NOT_STARTED, str(error))
+        return _fail(NOT_STARTED, _in_words(error))
     return _run_guarded(args, config, defaults, output, ledger)
 
 
@@ -69,9 +86,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster, or on local Ray")
     parser.add_argument("--ray-actors", type=int, help="engines; default: as the GPUs allow")
     sampling = parser.add_argument_group("of requests that don't say")
-    sampling.add_argument("--max-tokens", type=_int_or_none, default=SamplingParams().max_tokens)
-    for name, kind in (("temperature", float), ("top_p", float), ("top_k", int)):
-        sampling.add_argument(_flag_of(name), type=kind, default=getattr(SamplingParams(), name))
+    for name, kind in _SAMPLING_FLAGS.items():
+        default = getattr(SamplingParams(), name)
+        action = sampling.add_argument(_flag_of(name), type=kind, default=default)
+        _explain(action, SamplingParams)
     add_config_flags(parser.add_argument_group("engine"))
     args = parser.parse_args(argv)
     if args.output is None and not args.dry_run:
@@ -83,15 +101,35 @@ def add_config_flags(group: argparse._ArgumentGroup) -> None:
     """An option for each field of Config, by its name."""
     hints = get_type_hints(Config)
     for field in dataclasses.fields(Config):
-        flag, kind = _flag_of(field.name), _without_none(hints[field.name])
-        if field.default is dataclasses.MISSING:
-            group.add_argument(flag, type=str, required=True)
+        flag, kind, default = _flag_of(field.name), _without_none(hints[field.name]), field.default
+        if default is dataclasses.MISSING:
+            action = group.add_argument(flag, type=str, required=True)
         elif kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default)
+            action = group.add_argument(
+                flag, action=argparse.BooleanOptionalAction, default=default
+            )
         elif get_origin(kind) is Literal:
-            group.add_argument(flag, choices=get_args(kind), default=field.default)
+            action = group.add_argument(flag, choices=get_args(kind), default=default)
         else:
-            group.add_argument(flag, type=kind, default=field.default)  # type: ignore[arg-type]
+            action = group.add_argument(flag, type=kind, default=default)  # type: ignore[arg-type]
+        _explain(action, Config)
+
+
+def _explain(action: argparse.Action, kind: type) -> None:
+    """Give an option its field's comment as help, and its default."""
+    text = field_comments(kind).get(action.dest, "").replace("%", "%%")
+    action.help = text if action.required else f"{text} (default: %(default)s)"
+
+
+@functools.cache
+def field_comments(kind: type) -> dict[str, str]:
+    """The comment beside each field in a class's source, with the lines that go on below it."""
+    try:
+        source = inspect.getsource(kind)
+    except OSError:  # an installation without sources
+        return {}
+    found = re.findall(r"^    (\w+): [^#\n]*((?:\s*# .*\n)+)", source, flags=re.MULTILINE)
+    return {name: " ".join(re.findall(r"# (.*)", comment)) for name, comment in found}
 
 
 def make_config(args: argparse.Namespace) -> Config:
@@ -101,8 +139,7 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def make_defaults(args: argparse.Namespace) -> SamplingParams:
     """SamplingParams of requests that leave fields out."""
-    names = ("max_tokens", "temperature", "top_p", "top_k")
-    return SamplingParams(**{name: getattr(args, name) for name in names})
+    return SamplingParams(**{name: getattr(args, name) for name in _SAMPLING_FLAGS})
 
 
 def _flag_of(name: str) -> str:
@@ -120,6 +157,14 @@ def _int_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
+_SAMPLING_FLAGS: dict[str, Callable[[str], object]] = {
+    "max_tokens": _int_or_none,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+}
+
+
 def _check_args(args: argparse.Namespace) -> None:
     if args.ray_actors is not None and args.ray_actors < 1:
         raise ValueError(f"--ray-actors is {args.ray_actors}, at least 1 is due")
@@ -127,6 +172,15 @@ def _check_args(args: argparse.Namespace) -> None:
         pass
     if args.output is not None and args.output.exists() and args.input.samefile(args.output):
         raise ValueError(f"{args.output} is the input too: choose another output file")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ValueError(f"{args.output}: there is no folder {args.output.parent}")
+
+
+def _in_words(error: Exception) -> str:
+    """The text of an error, which for a file's is its name and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {_FILE_ERRORS.get(type(error), error.strerror)}"
+    return str(error)
 
 
 def _fail(status: int, message: str) -> int:
@@ -151,19 +205,27 @@ def _run_guarded(
             if args.ray:
                 tally = run_file_on_ray(args, config, defaults, output, ledger)
             else:
-                try:
-                    llm = LLM(**dataclasses.asdict(config))
-                except (ValueError, TypeError, OSError) as error:
-                    return _fail(NOT_STARTED, str(error))
-                with llm:
+                with start_engine(config) as llm:
                     tally = run_file(args, llm, defaults, output, ledger)
     except KeyboardInterrupt:
         return _fail(INTERRUPTED, f"interrupted: {again}")
-    except ImportError as error:
+    except (NotStarted, ImportError) as error:
         return _fail(NOT_STARTED, str(error))
     except Exception as error:  # a write's, or whatever a step raised
         return _fail(BROKEN_OFF, f"{type(error).__name__}: {error}\n{again}")
     return SOME_FAILED if ledger.num_failed + tally.num_failed else ALL_ANSWERED
+
+
+def start_engine(config: Config) -> LLM:
+    """Load the model.
+
+    Raises:
+        NotStarted: It or an option can't be used.
+    """
+    try:
+        return LLM(**dataclasses.asdict(config))
+    except (ValueError, TypeError, OSError) as error:
+        raise NotStarted(_in_words(error)) from error
 
 
 def run_file(
@@ -177,12 +239,19 @@ def run_file(
     engine = llm.llm_engine
     config = engine.config
     reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
-    with show_progress(args, ledger) as progress, args.input.open("rb") as file:
+    count_tokens = functools.partial(num_generated_tokens, engine)
+    with show_progress(args, ledger, count_tokens) as progress, args.input.open("rb") as file:
         run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
         tally = run.run(read_lines(file))
         output.sync()
         progress.finish(tally)
     return tally
+
+
+def num_generated_tokens(engine: LLMEngine) -> int:
+    """Tokens that an engine has generated, those of unfinished sequences included."""
+    unfinished = chain(engine.scheduler.running, engine.scheduler.waiting)
+    return engine.stats().num_generated_tokens + sum(seq.num_output_tokens for seq in unfinished)
 
 
 def run_file_on_ray(
@@ -211,10 +280,12 @@ def run_file_on_ray(
 
 
 @contextmanager
-def show_progress(args: argparse.Namespace, ledger: Ledger) -> Iterator["Progress"]:
+def show_progress(
+    args: argparse.Namespace, ledger: Ledger, count_tokens: Callable[[], int] | None = None
+) -> Iterator["Progress"]:
     """A bar for the block, and a summary below it if the run was finished."""
     total = None if args.no_progress else count_lines(args.input)
-    progress = Progress(total, ledger.num_done, is_shown=not args.no_progress)
+    progress = Progress(total, ledger.num_done, count_tokens, is_shown=not args.no_progress)
     try:
         yield progress
     finally:
@@ -222,16 +293,25 @@ def show_progress(args: argparse.Namespace, ledger: Ledger) -> Iterator["Progres
 
 
 class Progress:
-    """A bar over lines, with speeds of this run's requests as they finish."""
+    """A bar over lines, with speeds of this run's requests."""
 
-    def __init__(self, num_lines: int | None, num_done: int, *, is_shown: bool) -> None:
+    def __init__(
+        self,
+        num_lines: int | None,
+        num_done: int,
+        count_tokens: Callable[[], int] | None = None,
+        *,
+        is_shown: bool,
+    ) -> None:
         """Start the clock.
 
         Args:
             num_lines: Of the input; None = unknown.
             num_done: Results of earlier runs: they take no part in the time left.
+            count_tokens: Output tokens of this run so far; None: a tally's, of finished requests.
             is_shown: False: only `summary`.
         """
+        self._count_tokens = count_tokens
         self._start = self._last_shown = time.perf_counter()
         self._num_done = num_done
         self._summary = ""
@@ -247,14 +327,15 @@ class Progress:
     def update(self, tally: Tally) -> None:
         """Show a tally, unless the last one was shown a moment ago."""
         now = time.perf_counter()
-        if now - self._last_shown < _PROGRESS_SECONDS:
+        if self._bar.disable or now - self._last_shown < _PROGRESS_SECONDS:
             return
         self._last_shown = now
-        self._show(tally)
+        count_tokens = self._count_tokens
+        self._show(tally, count_tokens() if count_tokens else tally.num_generated_tokens)
 
     def finish(self, tally: Tally) -> None:
         """Show the last tally, with a line on the whole run."""
-        self._show(tally)
+        self._show(tally, tally.num_generated_tokens)
         seconds = time.perf_counter() - self._start
         self._summary = (
             f"{tally.num_answered} answered, {tally.num_failed} errors, {tally.num_skipped} done "
@@ -269,18 +350,19 @@ class Progress:
         if self._summary:
             print(self._summary, file=sys.stderr)
 
-    def _show(self, tally: Tally) -> None:
+    def _show(self, tally: Tally, num_generated_tokens: int) -> None:
         seconds = time.perf_counter() - self._start
         self._bar.set_postfix(
             {
                 "prompt": f"{tally.num_prompt_tokens / seconds:.0f}tok/s",
-                "output": f"{tally.num_generated_tokens / seconds:.0f}tok/s",
+                "output": f"{num_generated_tokens / seconds:.0f}tok/s",
                 "cached": f"{_hit_rate(tally):.0%}",
             },
             refresh=False,
         )
         num_new = tally.num_answered + tally.num_failed
         self._bar.update(self._num_done + num_new - self._bar.n)
+        self._bar.refresh()  # update() shows nothing new until a request has finished
 
 
 def _hit_rate(tally: Tally) -> float:

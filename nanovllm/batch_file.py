@@ -93,15 +93,14 @@ def read_lines(file: IO[bytes], max_bytes: int = MAX_LINE_BYTES) -> Iterator[Lin
 
 
 def count_lines(path: Path) -> int | None:
-    """Lines of a file, a last one without an end included; None if it can be read only once."""
+    """How many lines `read_lines` yields of a file; None if it can be read only once.
+
+    It asks `read_lines`: a million lines of 500 bytes take 0.8 s, to count their ends alone 0.2 s.
+    """
     if not path.is_file():
         return None
-    count, last = 0, b"\n"
     with path.open("rb") as file:
-        while chunk := file.read(1 << 20):
-            count += chunk.count(b"\n")
-            last = chunk[-1:]
-    return count + (last != b"\n")
+        return sum(1 for _ in read_lines(file))
 
 
 def _skip_rest_of_line(file: IO[bytes], max_bytes: int) -> None:
@@ -560,7 +559,8 @@ class OutputFile:
 
     Invariant: the file is whole lines, each a record, whenever no write is under way. A line is
     one write to a file opened for appending, so a killed process leaves at most one torn line, at
-    the end; it is dropped when the file is opened again.
+    the end; it is dropped when the file is opened again. A block left by an exception before the
+    first result removes the file, if it wasn't there before.
     """
 
     def __init__(self, path: Path, ledger: Ledger) -> None:
@@ -571,6 +571,7 @@ class OutputFile:
             OSError: It can't be opened.
         """
         self.path = path
+        self._is_new = not path.exists()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             _lock(self._fd, path)
@@ -615,8 +616,12 @@ class OutputFile:
     def __enter__(self) -> "OutputFile":
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        try:
+            if kind is not None and self._is_new and not self._size:
+                self.path.unlink(missing_ok=True)  # while it is locked: it is nobody else's
+        finally:
+            self.close()
 
 
 def _lock(fd: int, path: Path) -> None:

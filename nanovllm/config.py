@@ -33,19 +33,21 @@ _INERT_KEYWORDS: dict[str, tuple[object, ...]] = {
 class Config:
     """The options of one engine; see `LLM` for how they are used.
 
+    The comments beside the fields are also the command line's help.
+
     Raises:
         ValueError: A value is out of range; the text names the field, the value and the limit.
         TypeError: A value has the wrong type.
     """
 
     model: str  # checkpoint folder, or the id of a model on the hub
-    tokenizer: str | None = None  # None: the model's folder
+    tokenizer: str | None = None  # folder or hub id; None: the model's
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     tensor_parallel_size: int = 1  # GPUs (or CPU processes) that share each layer
     dtype: Dtype = "auto"  # auto: the checkpoint's on CUDA, float32 on CPU
     seed: int = 0  # of requests that bring no seed of their own
     device: Device = "auto"  # auto: CUDA where there is one, else CPU
-    attention_backend: AttentionBackendName = "auto"
+    attention_backend: AttentionBackendName = "auto"  # auto: what suits device and dtype
     enforce_eager: bool = False  # no CUDA graphs
     async_scheduling: bool = True  # launch step N+1 before reading the tokens of step N
     max_model_len: int | None = None  # prompt + output tokens; None: min(4096, the model's)
@@ -54,9 +56,9 @@ class Config:
     max_num_mixed_tokens: int | None = None  # tokens of a step of prompt chunks and decode lanes;
     # 0: no such steps; None: as many as were measured to be fastest for the model's size
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use
-    kvcache_block_size: int = 256  # tokens
-    num_kvcache_blocks: int | None = None  # None: what fits
-    enable_prefix_caching: bool = True
+    kvcache_block_size: int = 256  # tokens of a block
+    num_kvcache_blocks: int | None = None  # blocks of the KV cache; None: what fits
+    enable_prefix_caching: bool = True  # prompts share the blocks of their common beginning
     load_format: LoadFormat = "auto"  # dummy: random weights from config.json alone
 
     def __post_init__(self) -> None:

@@ -1,10 +1,14 @@
 """Batch files: whatever a line holds and whenever a run ends, every id is answered exactly once."""
 
+import dataclasses
+import errno
 import io
 import json
 import os
 import random
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +17,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -24,6 +29,7 @@ from nanovllm.batch_file import (
     OutputFile,
     RequestReader,
     Tally,
+    count_lines,
     read_lines,
 )
 from nanovllm.config import Config
@@ -173,6 +179,25 @@ def test_bom_crlf_and_empty_lines_are_no_errors(tmp_path: Path) -> None:
     source = b"\xef\xbb\xbf" + simple("a") + b"\r\n \n" + simple("b").rstrip() + b"\r\n\n"
     tally = run_stub(source + simple("c").rstrip(), tmp_path / "out.jsonl")
     assert (tally.num_answered, tally.num_failed) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("source", "num_lines"),
+    [
+        (b"", 0),
+        (b"a", 1),
+        (b"a\nb\n", 2),
+        (b"\xef\xbb\xbf\r\n\na", 1),
+        (b"\n \t\r\n" + b" " * 2_000_000 + b"\na\r\n\nb", 2),
+    ],
+)
+def test_lines_are_counted_without_empty_ones(
+    source: bytes, num_lines: int, tmp_path: Path
+) -> None:
+    """A bar over all lines ended below 100 %."""
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(source)
+    assert count_lines(path) == num_lines
 
 
 def test_long_good_line_is_answered(tmp_path: Path) -> None:
@@ -530,6 +555,114 @@ def test_nothing_starts_with_wrong_options(
     with pytest.raises(SystemExit) as raised:
         command.main([path, *SMALL])
     assert raised.value.code == command.NOT_STARTED
+
+
+def test_file_that_cannot_be_used_is_named_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(simple(1))
+    missing, lost = tmp_path / "missing.jsonl", tmp_path / "missing" / "out.jsonl"
+    for paths, text in [
+        ((missing, out), f"{missing}: no such file"),
+        ((tmp_path, out), f"{tmp_path}: a folder, but a file is due"),
+        ((source, lost), f"{lost}: there is no folder {lost.parent}"),
+        ((source, tmp_path), f"{tmp_path}: a folder, but a file is due"),
+    ]:
+        assert command.main([*map(str, paths), *SMALL]) == command.NOT_STARTED
+        assert capsys.readouterr().err == f"nanovllm: {text}\n"
+    assert list(tmp_path.iterdir()) == [source]
+
+
+def test_unreadable_input_is_named_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "in.jsonl"
+    # Patched: who runs the tests may be allowed to read everything.
+    denied = PermissionError(errno.EACCES, "Permission denied", str(path))
+    monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
+    assert command.main([str(path), str(path) + ".out", *SMALL]) == command.NOT_STARTED
+    assert capsys.readouterr().err == f"nanovllm: {path}: no permission to open it\n"
+
+
+@pytest.mark.parametrize("before", [None, b"", b'{"id": 1, "outputs": []}\n'])
+@pytest.mark.parametrize("fault", ["no folder", "no folder for Ray", "no weights", "no Ray"])
+def test_run_that_cannot_start_leaves_the_output_as_it_was(
+    fault: str,
+    before: bytes | None,
+    run_command: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A missing model left an empty file."""
+    model, out, flags = tmp_path / "model", tmp_path / "out.jsonl", []
+    if before is not None:
+        out.write_bytes(before)
+    if fault.endswith("Ray"):
+        flags = ["--ray"]
+    if fault == "no weights":
+        shutil.copytree(TINY_QWEN3, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    elif fault == "no Ray":
+        model = TINY_QWEN3
+        monkeypatch.setitem(sys.modules, "ray", None)
+    assert run_command(simple(2), "--model", str(model), *flags) == command.NOT_STARTED
+    assert (out.read_bytes() if out.exists() else None) == before
+
+
+def test_run_without_requests_makes_the_output(
+    run_command: Callable[..., int], stub_llm: StubEngine, tmp_path: Path
+) -> None:
+    assert run_command(b"\n") == command.ALL_ANSWERED
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_bar_counts_tokens_of_running_requests_and_reaches_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It showed no output until the first request had finished."""
+    monkeypatch.setattr(command, "_PROGRESS_SECONDS", 0)
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b"\n \r\n" + simple(1, max_tokens=40, ignore_eos=True, n=2) + b"\n{\n")
+    flags = [flag for flag in SMALL if flag != "--no-progress"]
+    assert command.main([str(source), str(tmp_path / "out.jsonl"), *flags]) == command.SOME_FAILED
+    shown = capsys.readouterr().err
+    assert re.search(r" 1/2 .*output=[1-9]", shown)
+    assert re.search(r"100%.* 2/2 ", shown)
+    assert "1 answered, 1 errors, 0 done before; 2 prompt tokens" in shown
+    assert " 80 output tokens in " in shown
+
+
+def test_tokens_of_unfinished_requests_are_counted() -> None:
+    with LLM(str(TINY_QWEN3), device="cpu", max_model_len=128, max_num_seqs=8) as llm:
+        engine = llm.llm_engine
+        params = SamplingParams(max_tokens=40, ignore_eos=True, n=2)
+        for length in (5, 40):
+            engine.add_request([1, 2], params.replace(max_tokens=length))
+        counts = []
+        while not engine.is_finished():
+            engine.step()
+            counts.append(command.num_generated_tokens(engine))
+    assert counts[1:] == [4 * i for i in range(1, 6)] + [20 + 2 * i for i in range(1, 36)]
+
+
+def test_help_says_what_each_option_means(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    with pytest.raises(SystemExit, match="0"):
+        command.parse_args(["--help"])
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    for option in [
+        "--model MODEL checkpoint folder, or the id of a model on the hub --tokenizer",
+        "--seed SEED of requests that bring no seed of their own (default: 0) --device",
+        "--enforce-eager, --no-enforce-eager no CUDA graphs (default: False) --async",
+        "decode lanes; 0: no such steps; None: as many as were measured to be fastest for the "
+        "model's size (default: None) --gpu-memory-utilization",
+        "--top-k TOP_K >= 1: the k likeliest tokens; 0 or -1 = off (default: 0) engine:",
+    ]:
+        assert option in text
+    names = [field.name for field in dataclasses.fields(Config)]
+    assert list(command.field_comments(Config)) == names
 
 
 def test_every_option_of_the_engine_is_one_of_the_command() -> None:
