@@ -387,8 +387,9 @@ class Fuzzer:
         self.counts["workloads"] += 1
         self.counts["workloads of mixed steps"] += bool(workload.options["max_num_mixed_tokens"])
         self.counts["workloads of two ranks"] += workload.options["tensor_parallel_size"] == 2
-        few_run = patch.object(Scheduler, "num_groups", 3)  # and still prompts come in groups
-        with few_run, LLM(str(FOLDER), device="cpu", **workload.options) as llm:
+        # A handful makes a group here, and waits behind mixed steps of few tokens.
+        in_small = patch.multiple(Scheduler, num_groups=3, queue_per_mixed_token=2)
+        with in_small, LLM(str(FOLDER), device="cpu", **workload.options) as llm:
             version = 0
             for call in workload.calls:
                 version = self._prepare(llm, call.before, version)

@@ -6,10 +6,10 @@ fit; a prompt longer than a step's token budget runs in chunks. Else every runni
 one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. Prompts that found
 no room wait until there is room for a group of them, MAX_STEPS_HELD steps at most: a step of one
 prompt, whose kernels the host launches one by one, takes as long as a step of ten. With
-max_num_mixed_tokens steps are mixed instead: running sequences decode in every step, and prompt
-chunks ride along. When a running sequence needs a block and none is free, the latest admitted one
-is preempted: its blocks go back, and it returns to the front of `waiting` to be computed again,
-which its own blocks, if nobody took them, make cheap.
+max_num_mixed_tokens steps are mixed where the queue is short: running sequences decode in every
+step, and prompt chunks ride along. When a running sequence needs a block and none is free, the
+latest admitted one is preempted: its blocks go back, and it returns to the front of `waiting` to be
+computed again, which its own blocks, if nobody took them, make cheap.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
 uses counts only, never the value of a token in flight. Two decisions need such values to be
@@ -126,7 +126,9 @@ class Scheduler:
     in one queue.
     """
 
+    # Found by replaying schedules with measured times; tests of small worlds change them.
     num_groups = 16  # in all that run; see `_holds_prompts`
+    queue_per_mixed_token = 2 / 3  # waiting prompts; a longer queue gets steps of its own
 
     def __init__(
         self,
@@ -182,7 +184,7 @@ class Scheduler:
             The step, or None: process the step in flight first, or, without one, all is done.
         """
         is_anyone_running = bool(self.running)
-        if self.max_num_mixed_tokens:
+        if self._mixes():
             step = self._schedule_mixed(in_flight)
         elif is_anyone_running and self._num_prefills_in_a_row >= MAX_PREFILLS_IN_A_ROW:
             step = self._schedule_decode(in_flight)
@@ -297,6 +299,11 @@ class Scheduler:
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq} is through, yet waits"
             assert seq.num_blocks == len(seq.block_table), f"{seq} lacks blocks of its prompt"
         self.block_manager.check_invariants(holders)
+
+    def _mixes(self) -> bool:
+        """Whether prompts ride with decode lanes: of a long queue, many lanes would stay empty."""
+        num_tokens = self.max_num_mixed_tokens
+        return num_tokens > 0 and len(self.waiting) <= num_tokens * self.queue_per_mixed_token
 
     def _holds_prompts(self) -> bool:
         """Whether prompts that found no room wait for more than what has become free since."""

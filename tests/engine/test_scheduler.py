@@ -356,6 +356,25 @@ def test_prompts_get_their_share_of_a_mixed_step() -> None:
     assert (step.batch.num_tokens.tolist(), step.batch.num_decodes) == ([1], 4)
 
 
+def test_long_queue_gets_whole_steps_until_it_is_short() -> None:
+    """All of it rode along, and for most of the time most lanes were empty."""
+    scheduler = make_scheduler(
+        num_blocks=64, max_num_seqs=40, max_num_batched_tokens=16, max_num_mixed_tokens=6
+    )
+    add(scheduler, 1, max_tokens=30, seq_id=0)
+    run_step(scheduler)
+    for i in range(12):
+        add(scheduler, 4, max_tokens=30, seq_id=1 + i)
+    kinds = []
+    while scheduler.waiting:
+        step = schedule(scheduler)
+        kinds.append((len(step.batch.prompt_tokens), step.batch.num_decodes))
+        confirm(scheduler, step)
+    # Two thirds of six tokens: a queue of four rides.
+    assert kinds[:3] == [(16, 0), (16, 0), (1, 9)]
+    assert all(num_decodes for _, num_decodes in kinds[2:])
+
+
 def test_prompt_half_through_is_preempted_before_anyone_who_runs() -> None:
     scheduler = make_scheduler(num_blocks=4, max_num_mixed_tokens=4)
     seq = add(scheduler, 3, max_tokens=10, seq_id=0)
@@ -838,7 +857,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         num_blocks=st.integers(1, 10),
         max_num_seqs=st.sampled_from([8, 8, 3, 1]),
         max_num_batched_tokens=st.sampled_from([256, 64, 64, 8, 5, 1]),
-        max_num_mixed_tokens=st.sampled_from([0, 0, 1, 3, 8]),
+        max_num_mixed_tokens=st.sampled_from([0, 0, 1, 4, 16]),
         num_groups=st.sampled_from([16, 3, 2]),
         is_plain=st.booleans(),
     )

@@ -94,6 +94,7 @@ class World:
     max_num_batched_tokens: int
     max_num_mixed_tokens: int = 0
     num_groups: int = 16
+    queue_per_mixed_token: float = 2 / 3
     orders: tuple[Order, ...] = ()
 
     @classmethod
@@ -269,6 +270,7 @@ class Loop:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler.num_groups = world.num_groups
+        self.scheduler.queue_per_mixed_token = world.queue_per_mixed_token
         self.runner = runner_class(world)
         self.sequences: dict[int, Sequence] = {}  # by order number
         self.in_flight: tuple[Step, list[int]] | None = None
