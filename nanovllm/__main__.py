@@ -8,9 +8,11 @@ goes on where it stopped.
 
 import argparse
 import dataclasses
+import errno
 import functools
 import inspect
 import json
+import os
 import re
 import sys
 import time
@@ -153,12 +155,12 @@ def _without_none(hint: object) -> object:
     return hint
 
 
-def _int_or_none(text: str) -> int | None:
+def int_or_none(text: str) -> int | None:
     return None if text.lower() == "none" else int(text)
 
 
 _SAMPLING_FLAGS: dict[str, Callable[[str], object]] = {
-    "max_tokens": _int_or_none,
+    "max_tokens": int_or_none,
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -168,12 +170,22 @@ _SAMPLING_FLAGS: dict[str, Callable[[str], object]] = {
 def _check_args(args: argparse.Namespace) -> None:
     if args.ray_actors is not None and args.ray_actors < 1:
         raise ValueError(f"--ray-actors is {args.ray_actors}, at least 1 is due")
-    with args.input.open("rb"):
-        pass
+    _check_input(args.input)
     if args.output is not None and args.output.exists() and args.input.samefile(args.output):
         raise ValueError(f"{args.output} is the input too: choose another output file")
     if args.output is not None and not args.output.parent.is_dir():
         raise ValueError(f"{args.output}: there is no folder {args.output.parent}")
+
+
+def _check_input(path: Path) -> None:
+    """Raise an OSError unless it can be read. A pipe can be opened only once, so it isn't here."""
+    number = errno.EISDIR if path.is_dir() else 0
+    if not path.exists():
+        number = errno.ENOENT
+    elif not os.access(path, os.R_OK):
+        number = errno.EACCES
+    if number:
+        raise OSError(number, os.strerror(number), str(path))
 
 
 def _in_words(error: Exception) -> str:
@@ -199,7 +211,6 @@ def _run_guarded(
     ledger: Ledger,
 ) -> int:
     """Run the file, and turn what ends a run into a message and a status."""
-    again = f"run the same command again to go on; {args.output} holds all results so far"
     try:
         with output:
             if args.ray:
@@ -208,24 +219,32 @@ def _run_guarded(
                 with start_engine(config) as llm:
                     tally = run_file(args, llm, defaults, output, ledger)
     except KeyboardInterrupt:
-        return _fail(INTERRUPTED, f"interrupted: {again}")
+        return _fail(INTERRUPTED, f"interrupted: {_how_to_go_on(args.output)}")
     except (NotStarted, ImportError) as error:
         return _fail(NOT_STARTED, str(error))
     except Exception as error:  # a write's, or whatever a step raised
-        return _fail(BROKEN_OFF, f"{type(error).__name__}: {error}\n{again}")
+        message = f"{type(error).__name__}: {error}\n{_how_to_go_on(args.output)}"
+        return _fail(BROKEN_OFF, message)
     return SOME_FAILED if ledger.num_failed + tally.num_failed else ALL_ANSWERED
+
+
+def _how_to_go_on(output: Path) -> str:
+    kept = f"; {output} holds all results so far" if output.exists() else ""
+    return f"run the same command again to go on{kept}"
 
 
 def start_engine(config: Config) -> LLM:
     """Load the model.
 
     Raises:
-        NotStarted: It or an option can't be used.
+        NotStarted: It or an option can't be used, or memory isn't enough.
     """
     try:
         return LLM(**dataclasses.asdict(config))
     except (ValueError, TypeError, OSError) as error:
         raise NotStarted(_in_words(error)) from error
+    except Exception as error:
+        raise NotStarted(f"{type(error).__name__}: {error}") from error
 
 
 def run_file(

@@ -559,29 +559,48 @@ class OutputFile:
 
     Invariant: the file is whole lines, each a record, whenever no write is under way. A line is
     one write to a file opened for appending, so a killed process leaves at most one torn line, at
-    the end; it is dropped when the file is opened again. A block left by an exception before the
-    first result removes the file, if it wasn't there before.
+    the end; the next run drops it. Until `begin` nothing is created or changed: whatever fails
+    before the first result leaves no trace.
     """
 
     def __init__(self, path: Path, ledger: Ledger) -> None:
-        """Open and lock `path`, tell `ledger` what it holds, drop a torn last line.
+        """Lock the file if there is one, and tell `ledger` what it holds.
 
         Raises:
-            ValueError: Another run writes it, or it holds something else than results.
-            OSError: It can't be opened.
+            ValueError: Another run writes it, or it can't be or isn't a file of results.
+            OSError: It can't be opened, or made.
         """
-        self.path = path
-        self._is_new = not path.exists()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            _lock(self._fd, path)
-            self._size = _scan_results(path, ledger)
-            os.ftruncate(self._fd, self._size)
-            _sync_folder(path)
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self.path = path.resolve()  # not a link to it
+        self._size = 0
+        self._fd: int | None = None
+        self._has_begun = False
         self._synced_at = time.monotonic()
+        if self.path.is_file():
+            self._open()
+            try:
+                self._size = _scan_results(self.path, ledger)
+            except BaseException:
+                self.close()
+                raise
+        elif self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        elif self.path.exists():
+            raise ValueError(f"{path} is a device or a pipe: results are due in a regular file")
+        elif not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    def begin(self) -> None:
+        """Make the file, or drop a torn last line; done before the first result, unless called.
+
+        Raises:
+            ValueError: Another run has made it since.
+            OSError: It can't be made.
+        """
+        if self._fd is None:
+            self._open(os.O_CREAT | os.O_EXCL)
+        os.ftruncate(self._of_file(), self._size)
+        _sync_folder(self.path)
+        self._has_begun = True
 
     def write(self, record: Json) -> None:
         """Append one record; every SYNC_SECONDS, wait until the disk has all of them.
@@ -589,39 +608,59 @@ class OutputFile:
         Raises:
             OSError: It can't be written; the file holds the records before it.
         """
+        if not self._has_begun:
+            self.begin()
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        num_written = 0
+        num_written, fd = 0, self._of_file()
         try:
             while num_written < len(line):  # once, unless the disk is full
-                num_written += os.write(self._fd, line[num_written:])
+                num_written += os.write(fd, line[num_written:])
         except OSError as error:
-            os.ftruncate(self._fd, self._size)
+            os.ftruncate(fd, self._size)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._size += len(line)
         if time.monotonic() - self._synced_at > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
-        """Return when the disk has everything."""
-        os.fsync(self._fd)
+        """Return when the disk has everything; without a single result, an empty file."""
+        if not self._has_begun:
+            self.begin()
+        os.fsync(self._of_file())
         self._synced_at = time.monotonic()
 
     def close(self) -> None:
-        """Sync and give the file free."""
+        """Sync what was written and give the file free."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            return
         try:
-            self.sync()
+            if self._has_begun:
+                os.fsync(fd)
         finally:
-            os.close(self._fd)
+            os.close(fd)
+
+    def _open(self, flags: int = 0) -> None:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_APPEND | flags, 0o666)
+        except FileExistsError as error:
+            raise ValueError(f"another run has begun {self.path}: wait for it or end it") from error
+        try:
+            _lock(fd, self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+
+    def _of_file(self) -> int:
+        assert self._fd is not None, "the file is closed"
+        return self._fd
 
     def __enter__(self) -> "OutputFile":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        try:
-            if kind is not None and self._is_new and not self._size:
-                self.path.unlink(missing_ok=True)  # while it is locked: it is nobody else's
-        finally:
-            self.close()
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def _lock(fd: int, path: Path) -> None:
@@ -673,8 +712,11 @@ def _is_torn_result(tail: bytes) -> bool:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the file's name as durable as its lines."""
-    fd = os.open(path.resolve().parent, os.O_RDONLY)
+    """Make the file's name as durable as its lines, where the folder may be read."""
+    try:
+        fd = os.open(path.parent, os.O_RDONLY)
+    except PermissionError:
+        return
     try:
         os.fsync(fd)
     finally:

@@ -372,5 +372,7 @@ def _as_text(message: Message) -> Message:
         if not isinstance(part, Mapping) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ValueError(f"content part {kind!r} is not supported: only 'text' parts are")
-        texts.append(str(part.get("text")))
+        if not isinstance(part.get("text"), str):
+            raise TypeError(f"the text of a content part must be a str, not {part.get('text')!r}")
+        texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}

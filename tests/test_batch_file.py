@@ -1,7 +1,6 @@
 """Batch files: whatever a line holds and whenever a run ends, every id is answered exactly once."""
 
 import dataclasses
-import errno
 import io
 import json
 import os
@@ -12,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -345,8 +345,13 @@ def test_other_files_are_refused_and_left_alone(text: bytes, tmp_path: Path) -> 
 
 def test_second_run_on_a_file_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
-    with OutputFile(out, Ledger()), pytest.raises(ValueError, match="another run is writing"):
-        OutputFile(out, Ledger())
+    with OutputFile(out, Ledger()) as first:
+        second = OutputFile(out, Ledger())  # there is no file to lock yet
+        first.begin()
+        with pytest.raises(ValueError, match="another run has begun"):
+            second.begin()
+        with pytest.raises(ValueError, match="another run is writing"):
+            OutputFile(out, Ledger())
     OutputFile(out, Ledger()).close()
 
 
@@ -578,15 +583,17 @@ def test_unreadable_input_is_named_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "in.jsonl"
+    path.touch()
     # Patched: who runs the tests may be allowed to read everything.
-    denied = PermissionError(errno.EACCES, "Permission denied", str(path))
-    monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert command.main([str(path), str(path) + ".out", *SMALL]) == command.NOT_STARTED
     assert capsys.readouterr().err == f"nanovllm: {path}: no permission to open it\n"
 
 
-@pytest.mark.parametrize("before", [None, b"", b'{"id": 1, "outputs": []}\n'])
-@pytest.mark.parametrize("fault", ["no folder", "no folder for Ray", "no weights", "no Ray"])
+@pytest.mark.parametrize("before", [None, b"", b'{"id": 1, "outputs": []}\n{"id": 2'])
+@pytest.mark.parametrize(
+    "fault", ["no folder", "no folder for Ray", "no weights", "no memory", "no Ray"]
+)
 def test_run_that_cannot_start_leaves_the_output_as_it_was(
     fault: str,
     before: bytes | None,
@@ -602,11 +609,67 @@ def test_run_that_cannot_start_leaves_the_output_as_it_was(
         flags = ["--ray"]
     if fault == "no weights":
         shutil.copytree(TINY_QWEN3, model, ignore=shutil.ignore_patterns("*.safetensors"))
+    elif fault == "no memory":
+        model = TINY_QWEN3
+        monkeypatch.setattr(command, "LLM", Mock(side_effect=MemoryError("8 TiB")))
     elif fault == "no Ray":
         model = TINY_QWEN3
         monkeypatch.setitem(sys.modules, "ray", None)
     assert run_command(simple(2), "--model", str(model), *flags) == command.NOT_STARTED
     assert (out.read_bytes() if out.exists() else None) == before
+
+
+def test_link_to_an_output_is_followed_and_kept(
+    run_command: Callable[..., int], stub_llm: StubEngine, tmp_path: Path, monkeypatch
+) -> None:
+    """A start that failed removed the link, and left what it pointed to."""
+    link, target = tmp_path / "out.jsonl", tmp_path / "target.jsonl"
+    link.symlink_to(target)
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "LLM", Mock(side_effect=ValueError("no model")))
+        assert run_command(simple(1)) == command.NOT_STARTED
+    assert (link.is_symlink(), target.exists()) == (True, False)
+    assert run_command(simple(1)) == command.ALL_ANSWERED
+    assert (link.is_symlink(), len(records_of(target))) == (True, 1)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "/dev/null", "/dev/full"])
+def test_output_that_is_no_regular_file_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was read as results of an earlier run, which never ends for some."""
+    source, out = tmp_path / "in.jsonl", Path(kind)
+    source.write_bytes(simple(1))
+    if kind == "fifo":
+        out = tmp_path / "out.jsonl"
+        os.mkfifo(out)
+    assert command.main([str(source), str(out), *SMALL]) == command.NOT_STARTED
+    assert f"{out} is a device or a pipe" in capsys.readouterr().err
+
+
+def test_input_may_be_a_pipe(stub_llm: StubEngine, tmp_path: Path) -> None:
+    """It was opened twice, and the second time nobody wrote."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    os.mkfifo(source)
+    writer = threading.Thread(target=source.write_bytes, args=(simple(1),), daemon=True)
+    writer.start()
+    assert command.main([str(source), str(out), *SMALL]) == command.ALL_ANSWERED
+    writer.join()
+    assert len(records_of(out)) == 1
+
+
+def test_interrupt_after_a_write_keeps_the_result(tmp_path: Path, monkeypatch) -> None:
+    out, write = tmp_path / "out.jsonl", os.write
+
+    def interrupted(fd: int, data: bytes) -> int:
+        write(fd, data)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_stub(simple(1), out)
+    assert run_stub(simple(1), out).num_skipped == len(records_of(out)) == 1
 
 
 def test_run_without_requests_makes_the_output(

@@ -212,6 +212,11 @@ BAD_CONVERSATIONS = {
     "no content": ([{"role": "user"}], ValueError, "the chat template can't .*'content'"),
     "content of another kind": ([{"role": "user", "content": 5}], ValueError, "template.*int"),
     "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], ValueError, "image_url"),
+    "a text part without text": (
+        [{"role": "user", "content": [{"type": "text"}]}],
+        TypeError,
+        "text of a content part must be a str, not None",
+    ),
     "no messages": ([], ValueError, "the chat template can't .*empty conversation"),
     "a lone surrogate": ([{"role": "user", "content": "\ud800"}], TypeError, "must be str"),
 }

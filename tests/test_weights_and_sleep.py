@@ -103,6 +103,8 @@ def test_parameters_keep_their_addresses_and_dtypes(llm, folders):
         ("model.layers.0.self_attn.q_proj.weight", torch.zeros(2, 2), ValueError, "q_proj.weight"),
         ("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(2, 2), ValueError, "no parameter"),
         ("model.norm.weight", torch.zeros(64, dtype=torch.int32), TypeError, "floating point"),
+        ("model.norm.weight", torch.zeros(64, device="meta"), TypeError, "norm.weight .* dense"),
+        ("model.norm.weight", torch.zeros(64).to_sparse(), TypeError, "norm.weight .* dense"),
         ("model.norm.weight", [1.0], TypeError, "norm.weight must be a torch.Tensor, not list"),
         (3, torch.zeros(3), TypeError, "pairs of a name and a tensor"),
     ],

@@ -204,6 +204,8 @@ def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> Non
         name = "model.embed_tokens.weight"  # one parameter under two names
     if not tensor.is_floating_point():
         raise TypeError(f"weight {name} must be floating point, not {tensor.dtype}")
+    if tensor.is_meta or tensor.is_nested or tensor.layout is not torch.strided:
+        raise TypeError(f"weight {name} must be a dense tensor with memory behind it")
     target = _find_target(name, params, model.packed_modules_mapping)  # type: ignore[arg-type]
     if target is None:
         return
