@@ -1,4 +1,4 @@
-"""Two GPUs: sum, residual and norm in one kernel, over inboxes that the ranks write.
+"""Two GPUs and more: sum, residual and norm in one kernel, over inboxes that the ranks write.
 
 The ranks are processes of their own, as in an engine. What is checked is what a race would break:
 many calls, of all sizes, eager and replayed, with one rank late now and then.
@@ -25,6 +25,7 @@ from nanovllm.utils.shared_file import SharedFile
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.usefixtures("hard_timeout")]
 
+SIZES = [2, pytest.param(4, marks=pytest.mark.gpu4), pytest.param(8, marks=pytest.mark.gpu8)]
 LIMIT_S = 100
 EPS = 1e-6
 MAX_ROWS = 300
@@ -37,9 +38,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 Work = Callable[[Communicator], None]
 
 
-def run_rank(rank: int, meeting_point: SharedFile, work: Work, failures: object) -> None:
+def run_rank(rank: int, size: int, meeting_point: SharedFile, work: Work, failures: object) -> None:
     try:
-        work(join_group(rank, 2, "cuda", meeting_point.path))
+        work(join_group(rank, size, "cuda", meeting_point.path))
         torch.cuda.synchronize()
         leave_group()
     except BaseException:
@@ -47,13 +48,15 @@ def run_rank(rank: int, meeting_point: SharedFile, work: Work, failures: object)
         raise
 
 
-def run_on_two_gpus(work: Work) -> None:
-    """Run `work` in two ranks; raise what either raised."""
+def run_on_gpus(size: int, work: Work) -> None:
+    """Run `work` in so many ranks; raise what any raised."""
     context = multiprocessing.get_context("spawn")
     meeting_point, failures = SharedFile(0), context.SimpleQueue()
     ranks = [
-        context.Process(target=run_rank, args=(rank, meeting_point, work, failures), daemon=True)
-        for rank in range(2)
+        context.Process(
+            target=run_rank, args=(rank, size, meeting_point, work, failures), daemon=True
+        )
+        for rank in range(size)
     ]
     for process in ranks:
         process.start()
@@ -68,7 +71,7 @@ def run_on_two_gpus(work: Work) -> None:
         process.join()
     assert failures.empty(), failures.get()
     assert is_done, f"the ranks took longer than {LIMIT_S} s"
-    assert [process.exitcode for process in ranks] == [0, 0]
+    assert [process.exitcode for process in ranks] == [0] * size
     meeting_point.close()
 
 
@@ -79,7 +82,7 @@ class Steps:
         assert isinstance(tp.peer_norm, PeerNorm)
         assert tp.group is not None
         self.group = tp.group
-        self.rank = tp.rank
+        self.size = tp.size
         self.dtype = dtype
         self.inbox = tp.peer_norm._inbox  # whatever was measured to be faster
         shape = (NUM_CALLS, MAX_ROWS, hidden)
@@ -118,11 +121,11 @@ class Steps:
             found, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
         )
         bits = found.contiguous().view(torch.uint8)  # NCCL gathers no int16
-        first, second = self._gather(bits)
-        assert torch.equal(first, second), f"{what}: the ranks have different bits"
+        for others in self._gather(bits):
+            assert torch.equal(bits, others), f"{what}: the ranks have different bits"
 
     def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        gathered = [torch.empty_like(tensor) for _ in range(2)]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(gathered, tensor, group=self.group)
         return torch.stack(gathered)
 
@@ -136,7 +139,7 @@ class Steps:
 
 
 def check_random_steps(tp: Communicator, hidden: int, dtype: torch.dtype) -> None:
-    """Steps of the same random sizes on both ranks, of which one is late, by its own dice."""
+    """Steps of the same random sizes on all ranks, of which some are late, by their own dice."""
     tp = with_peer_norm(tp, hidden, dtype, MAX_ROWS)
     steps = Steps(tp, hidden, dtype)
     dice, own_dice = random.Random(0), random.Random(tp.rank)
@@ -169,8 +172,9 @@ def check_all_shapes(tp: Communicator) -> None:
     check_random_steps(tp, 300, torch.float32)
 
 
-def test_random_steps_equal_the_reference_with_the_same_bits_on_both_ranks() -> None:
-    run_on_two_gpus(check_all_shapes)
+@pytest.mark.parametrize("size", SIZES)
+def test_random_steps_equal_the_reference_with_the_same_bits_on_all_ranks(size: int) -> None:
+    run_on_gpus(size, check_all_shapes)
 
 
 def check_choice(tp: Communicator) -> None:
@@ -191,8 +195,9 @@ def check_choice(tp: Communicator) -> None:
             assert torch.equal(outs[0], outs[2]), "a large batch is summed as it was"
 
 
-def test_one_kernel_is_chosen_for_decode_and_large_batches_stay_as_they_were() -> None:
-    run_on_two_gpus(check_choice)
+@pytest.mark.parametrize("size", SIZES)
+def test_one_kernel_is_chosen_for_decode_and_large_batches_stay_as_they_were(size: int) -> None:
+    run_on_gpus(size, check_choice)
 
 
 def check_wrong_sums(tp: Communicator) -> None:
@@ -208,8 +213,9 @@ def check_wrong_sums(tp: Communicator) -> None:
     assert ranks.all_reduce_name == "nccl"
     x = torch.ones(2, 256, dtype=torch.bfloat16, device="cuda")
     _, residual = sum_add_rms_norm(ranks, x, torch.zeros_like(x), x[0], EPS, 0)
-    assert (residual == 2).all()
+    assert (residual == tp.size).all()
 
 
-def test_kernel_that_one_rank_finds_wrong_is_used_by_none() -> None:
-    run_on_two_gpus(check_wrong_sums)
+@pytest.mark.parametrize("size", SIZES)
+def test_kernel_that_one_rank_finds_wrong_is_used_by_none(size: int) -> None:
+    run_on_gpus(size, check_wrong_sums)
