@@ -1,0 +1,128 @@
+"""What scheduling is worth: a workload's schedule replayed with measured times, without a GPU.
+
+    python tests/engine/bench_scheduler.py 8B --num-seqs 2048
+    python tests/engine/bench_scheduler.py 0.6B --num-seqs 2048 --num-groups 100000  # no groups
+
+Lengths are those of bench.py: 100 to 1024 tokens in, as many out. Times are one H200's, from the
+README's tables: a step takes its matrix products, by rows; K and V of its decode lanes, by their
+bytes; what every layer and the head take besides; and if it is launched kernel by kernel, as steps
+of prompts alone are, at least what that takes the host. Such predictions were within 5% of what
+bench.py measured (256 and 2,048 sequences of 0.6B, 256 of 8B with mixed steps and without).
+"""
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+
+BLOCK_SIZE = 256
+KV_BYTES = 4096  # of a token in a layer: 8 heads of 128, keys and values, 16 bit
+KV_BYTES_US = 4.45e6
+FEW_LANES = 96  # with fewer, attention doesn't reach that
+PROMPT_ATTENTION_US = 0.02  # of a token in a layer
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Microseconds of a model's steps."""
+
+    num_blocks: int  # KV cache
+    num_layers: int
+    rows: tuple[int, ...]  # of a layer's matrix products...
+    rows_us: tuple[float, ...]  # ...and what they take; beyond the last, `row_us` a row more
+    row_us: float
+    layer_us: float  # norms, rotation, stores
+    head_us: float  # head, sampler, start and end of a step
+    lane_us: float  # of those, by lane
+    eager_us: float  # launching a step kernel by kernel
+
+    def step_us(self, batch: ScheduledBatch) -> float:
+        """One step's time."""
+        num_rows, num_prefills = batch.total_num_tokens, batch.num_prefills
+        products = float(np.interp(num_rows, self.rows, self.rows_us))
+        products += max(num_rows - self.rows[-1], 0) * self.row_us
+        attention = float(batch.starts[num_prefills:].sum()) * KV_BYTES / KV_BYTES_US
+        if 0 < batch.num_decodes < FEW_LANES:
+            attention += 6
+        if not batch.num_decodes:
+            attention += len(batch.prompt_tokens) * PROMPT_ATTENTION_US
+        step = self.num_layers * (products + attention + self.layer_us)
+        step += self.head_us + self.lane_us * batch.num_lanes
+        return step if batch.num_decodes else max(step, self.eager_us)
+
+
+SHAPES = {
+    "0.6B": Costs(4520, 28, (1, 128, 1024), (26, 26, 57), 0.06, 7.5, 150, 0.25, 8500),
+    "8B": Costs(3069, 36, (1, 64, 128, 256), (118, 118, 125, 157), 0.547, 9, 370, 0.35, 9500),
+}
+
+
+def lengths_of(num_seqs: int) -> list[tuple[int, int]]:
+    """Prompt and output lengths."""
+    rng = random.Random(0)
+    prompts = [rng.randint(100, 1024) for _ in range(num_seqs)]
+    return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def replay(scheduler: Scheduler, costs: Costs, lengths: list[tuple[int, int]]) -> Counter[str]:
+    """Run a workload and return its microseconds, steps and lanes by kind."""
+    for i, (prompt, output) in enumerate(lengths):
+        seq = Sequence(i, [0] * prompt, block_size=BLOCK_SIZE, max_total_tokens=prompt + output)
+        scheduler.add(seq)
+    counts: Counter[str] = Counter()
+    while not scheduler.is_finished():
+        step = scheduler.schedule()
+        assert step is not None, "nothing is in flight"
+        batch = step.batch
+        kind = ("prompt steps", "decode steps")[batch.num_decodes > 0]
+        counts["mixed steps" if batch.num_prefills and batch.num_decodes else kind] += 1
+        counts["decode lanes"] += batch.num_decodes
+        counts["us"] += round(costs.step_us(batch))
+        scheduler.postprocess(step, [0] * batch.num_lanes)
+    return counts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("shape", choices=list(SHAPES))
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--max-num-mixed-tokens", type=int, help="default: as the engine's")
+    parser.add_argument("--num-kvcache-blocks", type=int, help="default: as on that GPU")
+    parser.add_argument("--num-groups", type=int, default=Scheduler.num_groups)
+    parser.add_argument("--queue-per-mixed-token", type=float, help="inf: prompts always ride")
+    args = parser.parse_args()
+
+    costs, num_mixed = SHAPES[args.shape], args.max_num_mixed_tokens
+    if num_mixed is None:
+        num_mixed = 256 if args.shape == "8B" else 0
+    scheduler = Scheduler(
+        num_blocks=args.num_kvcache_blocks or costs.num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=16384,
+        max_num_mixed_tokens=num_mixed,
+        enable_prefix_caching=False,
+    )
+    scheduler.num_groups = args.num_groups
+    if args.queue_per_mixed_token is not None:
+        scheduler.queue_per_mixed_token = args.queue_per_mixed_token
+    lengths = lengths_of(args.num_seqs)
+    if num_mixed:
+        lengths.sort(key=lambda pair: -pair[1])  # as the engine queues them
+    counts = replay(scheduler, costs, lengths)
+    seconds = counts.pop("us") / 1e6
+    num_tokens = sum(output for _, output in lengths)
+    steps = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    print(f"{num_tokens / seconds:.0f} tok/s in {seconds:.2f} s; {steps}; "
+          f"{scheduler.num_preemptions} preemptions")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
