@@ -126,7 +126,7 @@ class Scheduler:
     in one queue.
     """
 
-    # Found by replaying schedules with measured times; tests of small worlds change them.
+    # Found by replaying schedules (tests/engine/bench_scheduler.py); small worlds change them.
     num_groups = 16  # in all that run; see `_holds_prompts`
     queue_per_mixed_token = 2 / 3  # waiting prompts; a longer queue gets steps of its own
 
