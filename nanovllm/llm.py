@@ -246,11 +246,7 @@ class LLM:
 
 
 class _Progress:
-    """A bar over requests that shows prefill and decode speed, averaged over the call.
-
-    Averaged, because a step is processed while the next one runs: the time between two calls isn't
-    that of the step just counted.
-    """
+    """A bar over requests that shows prefill and decode speed, averaged over the call."""
 
     def __init__(self, num_requests: int) -> None:
         self._bar = tqdm(total=num_requests, desc="Generating", dynamic_ncols=True)
@@ -259,7 +255,7 @@ class _Progress:
         self._seconds = {"Prefill": 0.0, "Decode": 0.0}
 
     def update(self, engine: LLMEngine, num_finished: int) -> None:
-        """Count finished requests, and the tokens of the step just processed."""
+        """Count finished requests, and the tokens of the step just waited for."""
         now = perf_counter()
         seconds, self._last_step = now - self._last_step, now
         counts = engine.last_step

@@ -505,6 +505,17 @@ def test_progress_bar_shows_both_speeds(llm: LLM, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
+def test_last_step_is_the_one_that_took_the_time(llm: LLM) -> None:
+    """On a CPU that is the one just launched: prompts counted as run in no time."""
+    engine = llm.llm_engine
+    engine.add_request(GOOD, GREEDY.replace(max_tokens=3))
+    counts = []
+    while not engine.is_finished():
+        engine.step()
+        counts.append(tuple(engine.last_step))
+    assert counts == [(len(GOOD), 0), (0, 1), (0, 1), (0, 0)]
+
+
 def test_environment_of_errors_is_this_python() -> None:
     """test_errors_without_asserts means something only where asserts run here."""
     assert os.environ.get("PYTHONOPTIMIZE", "") in ("", "0")

@@ -69,10 +69,16 @@ class InFlight(NamedTuple):
 
 
 class StepCounts(NamedTuple):
-    """How many tokens the last processed step ran."""
+    """How many tokens a step ran."""
 
     num_prompt_tokens: int = 0
     num_decode_tokens: int = 0
+
+    @classmethod
+    def of(cls, step: Step | None) -> "StepCounts":
+        """0 and 0 of no step."""
+        batch = step.batch if step is not None else None
+        return cls(len(batch.prompt_tokens), batch.num_decodes) if batch is not None else cls()
 
 
 class LLMEngine:
@@ -118,7 +124,7 @@ class LLMEngine:
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = 0
         self._num_past_preemptions = 0  # of schedulers that were dropped
-        self.last_step = StepCounts()
+        self.last_step = StepCounts()  # of the step that took the last call of `step` its time
         self._is_asleep = False
         self._start_over()
         self._log_choices()
@@ -249,15 +255,13 @@ class LLMEngine:
             previous, self._in_flight = self._in_flight, launched
         else:
             previous = launched
-        if previous is None:
-            self.last_step = StepCounts()
-            return []
-        return self._process(previous, deltas)
+        waited_for = previous.step if previous is not None else None
+        self.last_step = StepCounts.of(step if self._runner.runs_at_launch else waited_for)
+        return self._process(previous, deltas) if previous is not None else []
 
     def _process(self, done: InFlight, deltas: bool) -> list[RequestOutput]:
         """Confirm a step's tokens and build what is to be returned for them."""
         step = done.step
-        self.last_step = StepCounts(len(step.batch.prompt_tokens), step.batch.num_decodes)
         ended = self.scheduler.postprocess(step, done.tokens.wait())
         logprobs = done.tokens.wait_logprobs()
         if logprobs is not None:

@@ -146,6 +146,11 @@ class ModelRunner:
         self.compile_s = 0.0  # what `compile_kernels` took
         self._allocate_buffers()
 
+    @property
+    def runs_at_launch(self) -> bool:
+        """Whether `launch` returns when the step is done, as on a CPU, or when it is enqueued."""
+        return self.device.type == "cpu"
+
     # ------------------------------------------------------------------ start-up
 
     def _allocate_buffers(self) -> None:

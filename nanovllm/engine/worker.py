@@ -193,6 +193,8 @@ class WorkerGroup:
     later call a RuntimeError.
     """
 
+    runs_at_launch = False  # see `ModelRunner`
+
     def __init__(
         self, settings: "RunnerSettings", channel: Channel, processes: list[BaseProcess]
     ) -> None:
