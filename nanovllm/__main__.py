@@ -170,6 +170,8 @@ _SAMPLING_FLAGS: dict[str, Callable[[str], object]] = {
 def _check_args(args: argparse.Namespace) -> None:
     if args.ray_actors is not None and args.ray_actors < 1:
         raise ValueError(f"--ray-actors is {args.ray_actors}, at least 1 is due")
+    if args.ray_actors is not None and not args.ray:
+        raise ValueError("--ray-actors means nothing without --ray")
     _check_input(args.input)
     if args.output is not None and args.output.exists() and args.input.samefile(args.output):
         raise ValueError(f"{args.output} is the input too: choose another output file")
@@ -304,7 +306,7 @@ def show_progress(
 ) -> Iterator["Progress"]:
     """A bar for the block, and a summary below it if the run was finished."""
     total = None if args.no_progress else count_lines(args.input)
-    progress = Progress(total, ledger.num_done, count_tokens, is_shown=not args.no_progress)
+    progress = Progress(total, ledger, count_tokens, is_shown=not args.no_progress)
     try:
         yield progress
     finally:
@@ -317,7 +319,7 @@ class Progress:
     def __init__(
         self,
         num_lines: int | None,
-        num_done: int,
+        ledger: Ledger,
         count_tokens: Callable[[], int] | None = None,
         *,
         is_shown: bool,
@@ -326,17 +328,17 @@ class Progress:
 
         Args:
             num_lines: Of the input; None = unknown.
-            num_done: Results of earlier runs: they take no part in the time left.
+            ledger: Of the results of earlier runs: they take no part in the time left.
             count_tokens: Output tokens of this run so far; None: a tally's, of finished requests.
             is_shown: False: only `summary`.
         """
         self._count_tokens = count_tokens
         self._start = self._last_shown = time.perf_counter()
-        self._num_done = num_done
+        self._num_done, self._num_failed_before = ledger.num_done, ledger.num_failed
         self._summary = ""
         self._bar = tqdm(
             total=num_lines,
-            initial=num_done,
+            initial=ledger.num_done,
             desc="Requests",
             unit="req",
             dynamic_ncols=True,
@@ -356,10 +358,11 @@ class Progress:
         """Show the last tally, with a line on the whole run."""
         self._show(tally, tally.num_generated_tokens)
         seconds = time.perf_counter() - self._start
+        failed = f" ({self._num_failed_before} of them errors)" if self._num_failed_before else ""
         self._summary = (
             f"{tally.num_answered} answered, {tally.num_failed} errors, {tally.num_skipped} done "
-            f"before; {tally.num_prompt_tokens} prompt tokens ({_hit_rate(tally):.1%} cached), "
-            f"{tally.num_generated_tokens} output tokens in {seconds:.2f} s, "
+            f"before{failed}; {tally.num_prompt_tokens} prompt tokens ({_hit_rate(tally):.1%} "
+            f"cached), {tally.num_generated_tokens} output tokens in {seconds:.2f} s, "
             f"{tally.num_generated_tokens / seconds:.0f} tok/s"
         )
 

@@ -26,6 +26,8 @@ _INERT_KEYWORDS: dict[str, tuple[object, ...]] = {
     "enable_chunked_prefill": (True, None),
     "disable_log_stats": (True, False),
     "swap_space": (0, 4, 0.0, 4.0),
+    "tokenizer_mode": ("auto",),
+    "enable_sleep_mode": (True, False),
 }
 
 
@@ -52,7 +54,7 @@ class Config:
     async_scheduling: bool = True  # launch step N+1 before reading the tokens of step N
     max_model_len: int | None = None  # prompt + output tokens; None: min(4096, the model's)
     max_num_seqs: int = 512  # sequences that run at once
-    max_num_batched_tokens: int = 16384  # tokens of one prefill step
+    max_num_batched_tokens: int = 16384  # tokens of one step
     max_num_mixed_tokens: int | None = None  # tokens of a step of prompt chunks and decode lanes;
     # 0: no such steps; None: as many as were measured to be fastest for the model's size
     gpu_memory_utilization: float = 0.9  # share of the GPU's memory that this engine may use

@@ -197,7 +197,10 @@ class LLM:
         """One call at a time, on an engine that has nothing else to do."""
         self.llm_engine.check_usable(may_sleep=may_sleep)
         if not self._lock.acquire(blocking=False):
-            raise RuntimeError("another generate(), chat() or stream() is running on this LLM")
+            raise RuntimeError(
+                "another generate(), chat() or stream() is running on this LLM: finish it, or "
+                "close() the stream"
+            )
         try:
             if not self.llm_engine.is_finished():
                 raise RuntimeError(

@@ -554,6 +554,7 @@ def test_nothing_starts_with_wrong_options(
     assert run_command(simple(1), "--max-num-seqs", "0") == command.NOT_STARTED
     assert "max_num_seqs is 0" in capsys.readouterr().err
     assert run_command(simple(1), "--temperature", "-1") == command.NOT_STARTED
+    assert run_command(simple(1), "--ray-actors", "2") == command.NOT_STARTED
     path = str(tmp_path / "in.jsonl")
     assert command.main([path, path, *SMALL]) == command.NOT_STARTED
     assert command.main([path + "x", path + "y", *SMALL]) == command.NOT_STARTED
@@ -693,6 +694,9 @@ def test_bar_counts_tokens_of_running_requests_and_reaches_its_end(
     assert re.search(r"100%.* 2/2 ", shown)
     assert "1 answered, 1 errors, 0 done before; 2 prompt tokens" in shown
     assert " 80 output tokens in " in shown
+    assert command.main([str(source), str(tmp_path / "out.jsonl"), *flags]) == command.SOME_FAILED
+    again = capsys.readouterr().err
+    assert "0 answered, 0 errors, 2 done before (1 of them errors); 0 prompt tokens" in again
 
 
 def test_tokens_of_unfinished_requests_are_counted() -> None:

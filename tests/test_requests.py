@@ -411,6 +411,8 @@ def test_abort_frees_blocks_and_leaves_the_others_alone(
         engine.abort(ids[1])
         engine.abort(ids[1])  # again, and an unknown one: nothing happens
         engine.abort("no such request")
+        with pytest.raises(TypeError, match="id is a str, not 1"):
+            engine.abort(1)  # it did nothing, in silence
         engine.scheduler.check_invariants()
         finished = {}
         while not engine.is_finished():

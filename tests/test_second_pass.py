@@ -284,15 +284,17 @@ def test_ending_at_exactly_min_tokens_is_allowed(llm):
     ],
 )
 def test_samples_follow_the_filtered_distribution(llm, reference, fields, num_draws):
-    """Chi-square over n samples' first tokens."""
+    """Chi-square over the first tokens of two requests' n samples."""
     prompt = prompt_of(6, seed=99)
-    params = SamplingParams(n=num_draws, seed=5, max_tokens=1, **fields)
-    output = outputs_of(llm, [prompt], params)[0]
-    drawn = torch.tensor([sample.token_ids[0] for sample in output.outputs])
+    params = [
+        SamplingParams(n=num_draws // 2, seed=seed, max_tokens=1, **fields) for seed in (5, 6)
+    ]
+    outputs = outputs_of(llm, [prompt] * 2, params)
+    drawn = torch.tensor([sample.token_ids[0] for out in outputs for sample in out.outputs])
     counts = torch.bincount(drawn, minlength=VOCAB)
     with torch.inference_mode():
         logits = reference(torch.tensor([prompt])).logits[0, -1:]
-    expected = processed_by_transformers(logits, prompt, [], params).double().softmax(dim=-1)[0]
+    expected = processed_by_transformers(logits, prompt, [], params[0]).double().softmax(dim=-1)[0]
     expected *= num_draws
     assert counts[expected == 0].sum() == 0
     is_common = expected >= 5  # below, a chi-square's approximation breaks down; pool those

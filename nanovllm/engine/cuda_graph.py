@@ -5,9 +5,9 @@ exactly max_num_seqs, and a batch replays the smallest that holds it. What varie
 is read from memory that keeps its address: the step's wire array and the row state. Padded lanes
 use the spare row; their slot is -1, so they store nothing.
 
-Mixed steps are captured too, with room for a few prompts beside the decode lanes. Their ladder is
-coarse because their tokens are what the scheduler makes of it: prompt chunks fill what the decode
-lanes leave (`batch.num_mixed_prompt_tokens`), so hardly anything is padding.
+Mixed steps are captured too, with room for a few prompts beside the decode lanes. A coarse ladder
+does for them: the scheduler fills what the decode lanes leave of a step with prompt chunks
+(`batch.num_mixed_prompt_tokens`), so hardly anything is padding.
 """
 
 import gc

@@ -189,8 +189,11 @@ class LLMEngine:
         """Drop a request wherever it stands; an unknown or finished one is left alone.
 
         Raises:
+            TypeError: The id isn't a str, as `add_request` returns it.
             KeyboardInterrupt: In the middle; all requests are dropped, as by an error in a step.
         """
+        if not isinstance(request_id, str):
+            raise TypeError(f"a request's id is a str, not {request_id!r}")
         request = self._requests.get(request_id)
         if request is None:
             return

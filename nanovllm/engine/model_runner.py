@@ -217,7 +217,7 @@ class ModelRunner:
         self.compile_s = time.perf_counter() - start
 
     def _run_each_kind(self) -> None:
-        """Steps that between them launch every kernel; small ones, and nothing is launched.
+        """Small steps that between them call every kernel. While compiling, calls launch nothing.
 
         So `inputs` stay zero, which are valid ids, while tokens that are drawn are whatever memory
         holds: nothing here reads them, and they are wiped in the end.

@@ -127,7 +127,7 @@ class Scheduler:
     """
 
     # Found by replaying schedules (tests/engine/bench_scheduler.py); small worlds change them.
-    num_groups = 16  # in all that run; see `_holds_prompts`
+    num_groups = 16  # a group is a sixteenth of all that run; see `_holds_prompts`
     queue_per_mixed_token = 2 / 3  # waiting prompts; a longer queue gets steps of its own
 
     def __init__(
@@ -301,7 +301,7 @@ class Scheduler:
         self.block_manager.check_invariants(holders)
 
     def _mixes(self) -> bool:
-        """Whether prompts ride with decode lanes: of a long queue, many lanes would stay empty."""
+        """Whether prompts ride with decode lanes. A long queue would fill the lanes too slowly."""
         num_tokens = self.max_num_mixed_tokens
         return num_tokens > 0 and len(self.waiting) <= num_tokens * self.queue_per_mixed_token
 
@@ -526,5 +526,5 @@ def check_fits(num_tokens: int, *, num_blocks: int, block_size: int) -> None:
         raise ValueError(
             f"{num_tokens} tokens (prompt and output) need {num_needed} KV-cache blocks of "
             f"{block_size} tokens, the pool has {num_blocks}: lower max_tokens or raise "
-            "num_kvcache_blocks or gpu_memory_utilization"
+            "num_kvcache_blocks (on a GPU, or gpu_memory_utilization)"
         )

@@ -155,6 +155,7 @@ def start_workers(
             `__main__` guard. All ranks are gone.
     """
     _refuse_unguarded_script(size)
+    _refuse_script_without_file(size)
     channel = Channel(size)
     meeting_point = SharedFile(0)
     context = multiprocessing.get_context("spawn")
@@ -383,6 +384,16 @@ def _refuse_unguarded_script(size: int) -> None:
     if process.name.startswith(_NAME):
         os._exit(_NO_MAIN_GUARD)  # in silence: the process that started us says it, once
     raise RuntimeError(_no_main_guard(size))
+
+
+def _refuse_script_without_file(size: int) -> None:
+    """Raise if the ranks couldn't import the user's script: it was read from standard input."""
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is not None and path.startswith("<"):
+        raise RuntimeError(
+            f"tensor_parallel_size={size} starts processes that import your script, and this one "
+            f"comes from {path}: save it to a file"
+        )
 
 
 def _no_main_guard(size: int) -> str:

@@ -280,6 +280,15 @@ def test_script_without_main_guard_gets_one_clear_line(tmp_path: Path) -> None:
     assert 'put what makes the LLM under `if __name__ == "__main__":`' in errors.splitlines()[-1]
 
 
+def test_script_from_standard_input_is_told_to_come_from_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks import it by its path: they ended with a traceback about '<stdin>'."""
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "<stdin>", raising=False)
+    with pytest.raises(RuntimeError, match="comes from <stdin>: save it to a file"):
+        start_workers(StubSettings(), 2, build_stub)
+
+
 # ------------------------------------------------------------------ what can be split
 
 ModelFields = Callable[..., ModelConfig]
