@@ -31,6 +31,8 @@ STOPS = ["###", "。", "👧", "\u0301", "\n\n", "x ** 2", "好,我", "🇯🇵"
 class Scripted:
     """A runner that answers the prompt [i] with the i-th script, token by token."""
 
+    runs_at_launch = True
+
     def __init__(self, scripts: list[list[int]]) -> None:
         self.scripts = scripts
         self.is_lost = False
