@@ -1,10 +1,10 @@
 """Offline batch inference for large language models, small enough to read in an afternoon.
 
-from nanovllm import LLM, SamplingParams
+    from nanovllm import LLM, SamplingParams
 
-with LLM("path/to/Qwen3-0.6B") as llm:
-    outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
-    print(outputs[0].outputs[0].text)
+    with LLM("path/to/Qwen3-0.6B") as llm:
+        outputs = llm.generate(["Hello"], SamplingParams(temperature=0.6, max_tokens=64))
+        print(outputs[0].outputs[0].text)
 """
 
 from nanovllm.llm import LLM

@@ -19,7 +19,6 @@ import time
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
@@ -35,10 +34,10 @@ from nanovllm.batch_file import (
     Tally,
     check_lines,
     count_lines,
+    file_error,
     read_lines,
 )
 from nanovllm.config import Config
-from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.settings import resolve_settings
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
@@ -181,13 +180,12 @@ def _check_args(args: argparse.Namespace) -> None:
 
 def _check_input(path: Path) -> None:
     """Raise an OSError unless it can be read. A pipe can be opened only once, so it isn't here."""
-    number = errno.EISDIR if path.is_dir() else 0
     if not path.exists():
-        number = errno.ENOENT
-    elif not os.access(path, os.R_OK):
-        number = errno.EACCES
-    if number:
-        raise OSError(number, os.strerror(number), str(path))
+        raise file_error(errno.ENOENT, path)
+    if not os.access(path, os.R_OK):
+        raise file_error(errno.EACCES, path)
+    if path.is_dir():
+        raise file_error(errno.EISDIR, path)
 
 
 def _in_words(error: Exception) -> str:
@@ -260,19 +258,13 @@ def run_file(
     engine = llm.llm_engine
     config = engine.config
     reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
-    count_tokens = functools.partial(num_generated_tokens, engine)
+    count_tokens = engine.count_generated_tokens
     with show_progress(args, ledger, count_tokens) as progress, args.input.open("rb") as file:
         run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
         tally = run.run(read_lines(file))
         output.sync()
         progress.finish(tally)
     return tally
-
-
-def num_generated_tokens(engine: LLMEngine) -> int:
-    """Tokens that an engine has generated, those of unfinished sequences included."""
-    unfinished = chain(engine.scheduler.running, engine.scheduler.waiting)
-    return engine.stats().num_generated_tokens + sum(seq.num_output_tokens for seq in unfinished)
 
 
 def run_file_on_ray(

@@ -554,6 +554,11 @@ def _digest(text: str) -> int:
 # The output file
 
 
+def file_error(number: int, path: Path) -> OSError:
+    """The error of this errno, as `open` would raise it for `path`."""
+    return OSError(number, os.strerror(number), str(path))
+
+
 class OutputFile:
     """The results, appended line by line; held by one run at a time.
 
@@ -583,24 +588,25 @@ class OutputFile:
                 self.close()
                 raise
         elif self.path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+            raise file_error(errno.EISDIR, path)
         elif self.path.exists():
             raise ValueError(f"{path} is a device or a pipe: results are due in a regular file")
         elif not os.access(self.path.parent, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            raise file_error(errno.EACCES, path)
 
-    def begin(self) -> None:
-        """Make the file, or drop a torn last line; done before the first result, unless called.
+    def begin(self) -> int:
+        """Make the file, or drop a torn last line, unless that is done; return its descriptor.
 
         Raises:
             ValueError: Another run has made it since.
             OSError: It can't be made.
         """
-        if self._fd is None:
-            self._open(os.O_CREAT | os.O_EXCL)
-        os.ftruncate(self._of_file(), self._size)
-        _sync_folder(self.path)
-        self._has_begun = True
+        fd = self._open(os.O_CREAT | os.O_EXCL) if self._fd is None else self._fd
+        if not self._has_begun:
+            os.ftruncate(fd, self._size)
+            _sync_folder(self.path)
+            self._has_begun = True
+        return fd
 
     def write(self, record: Json) -> None:
         """Append one record; every SYNC_SECONDS, wait until the disk has all of them.
@@ -608,10 +614,9 @@ class OutputFile:
         Raises:
             OSError: It can't be written; the file holds the records before it.
         """
-        if not self._has_begun:
-            self.begin()
+        fd = self.begin()
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
-        num_written, fd = 0, self._of_file()
+        num_written = 0
         try:
             while num_written < len(line):  # once, unless the disk is full
                 num_written += os.write(fd, line[num_written:])
@@ -624,9 +629,7 @@ class OutputFile:
 
     def sync(self) -> None:
         """Return when the disk has everything; without a single result, an empty file."""
-        if not self._has_begun:
-            self.begin()
-        os.fsync(self._of_file())
+        os.fsync(self.begin())
         self._synced_at = time.monotonic()
 
     def close(self) -> None:
@@ -640,7 +643,7 @@ class OutputFile:
         finally:
             os.close(fd)
 
-    def _open(self, flags: int = 0) -> None:
+    def _open(self, flags: int = 0) -> int:
         try:
             fd = os.open(self.path, os.O_RDWR | os.O_APPEND | flags, 0o666)
         except FileExistsError as error:
@@ -651,10 +654,7 @@ class OutputFile:
             os.close(fd)
             raise
         self._fd = fd
-
-    def _of_file(self) -> int:
-        assert self._fd is not None, "the file is closed"
-        return self._fd
+        return fd
 
     def __enter__(self) -> "OutputFile":
         return self

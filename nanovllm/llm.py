@@ -8,13 +8,14 @@ from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import Config
+from nanovllm.engine.input_processor import Result, naming
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.outputs import EngineStats, RequestOutput
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 Message = Mapping[str, object]
 Params = SamplingParams | Items[SamplingParams] | None
-Result = TypeVar("Result")
 
 _PROGRESS_SECONDS = 0.2  # between updates of the bar's speeds
 
@@ -340,16 +340,9 @@ def _of_each(
     conversations: list[Items[Message]], function: Callable[[Items[Message]], Result]
 ) -> list[Result]:
     """`function` of each conversation; of several, what it raises names the index."""
-    results = []
-    for i, conversation in enumerate(conversations):
-        try:
-            results.append(function(conversation))
-        except (ValueError, TypeError) as error:
-            if len(conversations) == 1:
-                raise
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            raise kind(f"conversation {i}: {error}") from error
-    return results
+    if len(conversations) == 1:
+        return [function(conversations[0])]
+    return [naming(f"conversation {i}", function, each) for i, each in enumerate(conversations)]
 
 
 def _as_texts(conversation: Items[Message]) -> Items[Message]:

@@ -83,6 +83,14 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.engine.worker.multiprocessing.get_context", quick_context)
 
 
+@pytest.fixture(
+    params=[2, pytest.param(4, marks=pytest.mark.gpu4), pytest.param(8, marks=pytest.mark.gpu8)]
+)
+def size(request: pytest.FixtureRequest) -> int:
+    """Ranks, a GPU each, as many as a machine may have."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def fuzzer() -> "Iterator[Fuzzer]":
     """Runs random workloads of the bundled model."""

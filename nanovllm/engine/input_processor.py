@@ -61,12 +61,13 @@ class InputProcessor:
                 index.
         """
         parsed = [
-            _at_index(i, parse_prompt, prompt, self._vocab_size) for i, prompt in enumerate(prompts)
+            naming(f"prompt {i}", parse_prompt, prompt, self._vocab_size)
+            for i, prompt in enumerate(prompts)
         ]
         token_ids = self._encode(parsed)
         requests = []
         for i, (prompt, ids, wish) in enumerate(zip(parsed, token_ids, params, strict=True)):
-            _at_index(i, self._check_request, ids, wish)
+            naming(f"prompt {i}", self._check_request, ids, wish)
             requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
         return requests
 
@@ -122,7 +123,7 @@ class InputProcessor:
         if self._tokenizer is not None and texts:
             encoded = self._tokenizer.encode_batch([prompts[i].text or "" for i in texts])
             for i, ids in zip(texts, encoded, strict=True):
-                _at_index(i, self._check_encoded, ids)
+                naming(f"prompt {i}", self._check_encoded, ids)
                 token_ids[i] = ids
         return token_ids
 
@@ -183,9 +184,10 @@ class InputProcessor:
         )
 
 
-def _at_index(index: int, function: Callable[..., Result], *args: object) -> Result:
-    """Call `function`, naming the prompt's index in what it raises."""
+def naming(name: str, function: Callable[..., Result], *args: object) -> Result:
+    """Call `function`, with `name` before what it raises."""
     try:
         return function(*args)
     except (ValueError, TypeError) as error:
-        raise type(error)(f"prompt {index}: {error}") from error
+        kind = TypeError if isinstance(error, TypeError) else ValueError  # else: UnicodeError, say
+        raise kind(f"{name}: {error}") from error

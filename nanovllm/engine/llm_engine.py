@@ -77,8 +77,9 @@ class StepCounts(NamedTuple):
     @classmethod
     def of(cls, step: Step | None) -> "StepCounts":
         """0 and 0 of no step."""
-        batch = step.batch if step is not None else None
-        return cls(len(batch.prompt_tokens), batch.num_decodes) if batch is not None else cls()
+        if step is None:
+            return cls()
+        return cls(len(step.batch.prompt_tokens), step.batch.num_decodes)
 
 
 class LLMEngine:
@@ -430,6 +431,11 @@ class LLMEngine:
             startup_s=self._startup_s,
             all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
         )
+
+    def count_generated_tokens(self) -> int:
+        """Tokens generated so far, those of unfinished sequences included."""
+        unfinished = (sample.seq.num_output_tokens for sample in self._samples.values())
+        return self._num_generated_tokens + sum(unfinished)
 
     def check_usable(self, *, may_sleep: bool = False) -> None:
         """Raise RuntimeError if the engine is closed or asleep, or this is a forked copy of it."""

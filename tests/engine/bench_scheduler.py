@@ -80,8 +80,8 @@ def replay(scheduler: Scheduler, costs: Costs, lengths: list[tuple[int, int]]) -
         step = scheduler.schedule()
         assert step is not None, "nothing is in flight"
         batch = step.batch
-        kind = ("prompt steps", "decode steps")[batch.num_decodes > 0]
-        counts["mixed steps" if batch.num_prefills and batch.num_decodes else kind] += 1
+        kind = "decode" if not batch.num_prefills else "mixed" if batch.num_decodes else "prompt"
+        counts[f"{kind} steps"] += 1
         counts["decode lanes"] += batch.num_decodes
         counts["us"] += round(costs.step_us(batch))
         scheduler.postprocess(step, [0] * batch.num_lanes)

@@ -101,7 +101,7 @@ def mixed_world(seed: int) -> World:
     return replace(
         World.random(seed),
         max_num_mixed_tokens=(1, 3, 8, 16, 64)[seed % 5],
-        queue_per_mixed_token=(2 / 3, ANY_QUEUE)[seed % 2],
+        queue_per_mixed_token=(Scheduler.queue_per_mixed_token, ANY_QUEUE)[seed % 2],
     )
 
 

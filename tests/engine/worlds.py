@@ -93,8 +93,8 @@ class World:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_num_mixed_tokens: int = 0
-    num_groups: int = 16
-    queue_per_mixed_token: float = 2 / 3
+    num_groups: int = Scheduler.num_groups
+    queue_per_mixed_token: float = Scheduler.queue_per_mixed_token
     orders: tuple[Order, ...] = ()
 
     @classmethod

@@ -17,7 +17,6 @@ from nanovllm import LLM, SamplingParams
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.usefixtures("hard_timeout", "quick_start")]
 
-SIZES = [2, pytest.param(4, marks=pytest.mark.gpu4), pytest.param(8, marks=pytest.mark.gpu8)]
 REPEATS = [*range(3), *(pytest.param(i, marks=pytest.mark.slow) for i in range(3, 20))]
 OPTIONS = {
     "skip_tokenizer_init": True,
@@ -59,7 +58,6 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("enforce_eager", [False, True])
 def test_ranks_answer_like_one_in_float32(make_checkpoint, enforce_eager: bool, size: int) -> None:
     """C44: graphs that contain the all-reduces, too; TF32 is off unless somebody turns it on."""
@@ -75,7 +73,6 @@ def test_ranks_answer_like_one_in_float32(make_checkpoint, enforce_eager: bool, 
         assert tokens_of(llm) != [], "a second call on the same ranks"
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_ranks_score_like_one_in_bfloat16(make_checkpoint, size: int) -> None:
     """Teacher-forced: every token's logprob, apart from what bfloat16 rounds differently."""
     folder = str(make_checkpoint(**MODEL))
@@ -100,7 +97,6 @@ def test_ranks_score_like_one_in_bfloat16(make_checkpoint, size: int) -> None:
     assert (one - several).abs().max() < 1.0
 
 
-@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("repeat", REPEATS)
 def test_rank_killed_while_decoding_raises_and_closes(
     make_checkpoint, repeat: int, size: int

@@ -25,7 +25,6 @@ from nanovllm.utils.shared_file import SharedFile
 
 pytestmark = [pytest.mark.gpu2, pytest.mark.usefixtures("hard_timeout")]
 
-SIZES = [2, pytest.param(4, marks=pytest.mark.gpu4), pytest.param(8, marks=pytest.mark.gpu8)]
 LIMIT_S = 100
 EPS = 1e-6
 MAX_ROWS = 300
@@ -172,7 +171,6 @@ def check_all_shapes(tp: Communicator) -> None:
     check_random_steps(tp, 300, torch.float32)
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_random_steps_equal_the_reference_with_the_same_bits_on_all_ranks(size: int) -> None:
     run_on_gpus(size, check_all_shapes)
 
@@ -195,7 +193,6 @@ def check_choice(tp: Communicator) -> None:
             assert torch.equal(outs[0], outs[2]), "a large batch is summed as it was"
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_one_kernel_is_chosen_for_decode_and_large_batches_stay_as_they_were(size: int) -> None:
     run_on_gpus(size, check_choice)
 
@@ -216,6 +213,5 @@ def check_wrong_sums(tp: Communicator) -> None:
     assert (residual == tp.size).all()
 
 
-@pytest.mark.parametrize("size", SIZES)
 def test_kernel_that_one_rank_finds_wrong_is_used_by_none(size: int) -> None:
     run_on_gpus(size, check_wrong_sums)
