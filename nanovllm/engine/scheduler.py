@@ -6,10 +6,10 @@ fit; a prompt longer than a step's token budget runs in chunks. Else every runni
 one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. Prompts that found
 no room wait until there is room for a group of them, MAX_STEPS_HELD steps at most: a step of one
 prompt, whose kernels the host launches one by one, takes as long as a step of ten. With
-max_num_mixed_tokens steps are mixed where the queue is short: running sequences decode in every
-step, and prompt chunks ride along. When a running sequence needs a block and none is free, the
-latest admitted one is preempted: its blocks go back, and it returns to the front of `waiting` to be
-computed again, which its own blocks, if nobody took them, make cheap.
+max_num_mixed_tokens steps are mixed where outputs are long enough for it: running sequences decode
+in every step, and prompt chunks ride along. When a running sequence needs a block and none is free,
+the latest admitted one is preempted: its blocks go back, and it returns to the front of `waiting`
+to be computed again, which its own blocks, if nobody took them, make cheap.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
 uses counts only, never the value of a token in flight. Two decisions need such values to be
@@ -80,6 +80,7 @@ class _Decodes:
     __slots__ = (
         "limits",
         "num_steps_left",
+        "num_steps_of_longest",
         "rows",
         "sequences",
         "starts",
@@ -92,8 +93,10 @@ class _Decodes:
         self.rows = np.array([seq.row for seq in sequences], dtype=np.int32)
         self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
-        # Steps until the first of them has its last token in flight.
-        self.num_steps_left = int((self.limits - self.starts).min(initial=1 << 30))
+        # Steps until the first of them has its last token in flight, and until the last one has.
+        steps_left = self.limits - self.starts
+        self.num_steps_left = int(steps_left.min(initial=1 << 30))
+        self.num_steps_of_longest = int(steps_left.max(initial=0))
         self.token_lists = [seq.token_ids for seq in sequences]
         # Most sequences share one set of ids, so few are joined.
         self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})
@@ -110,6 +113,7 @@ class _Decodes:
         """Count one token of each as computed."""
         self.starts = self.starts + 1  # not in place: the step just built holds the old one
         self.num_steps_left -= 1
+        self.num_steps_of_longest -= 1
 
     def settle(self) -> None:
         """Tell the sequences how far they are."""
@@ -128,7 +132,8 @@ class Scheduler:
 
     # Found by replaying schedules (tests/engine/bench_scheduler.py); small worlds change them.
     num_groups = 16  # a group is a sixteenth of all that run; see `_holds_prompts`
-    queue_per_mixed_token = 2 / 3  # waiting prompts; a longer queue gets steps of its own
+    # Above 1, since steps are counted with all lanes filled, when they carry least; see `_mixes`.
+    riding_steps_per_step_left = 1.5
 
     def __init__(
         self,
@@ -149,6 +154,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._num_waiting_tokens = 0  # of waiting sequences, not computed yet
         self._num_prefills_in_a_row = 0
         self._num_ended = 0
         # What _num_ended must come to before prompts that found no room are looked at again, and
@@ -170,6 +176,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Queue a sequence behind all others."""
         self.waiting.append(seq)
+        self._num_waiting_tokens += seq.num_tokens
 
     def is_finished(self) -> bool:
         return not self.waiting and not self.running
@@ -267,6 +274,7 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq not in ended]
         if num_running - len(self.running) < len(ended):
             self.waiting = deque(seq for seq in self.waiting if seq not in ended)
+            self._num_waiting_tokens = self._count_waiting_tokens()
 
     def preempt(self, seq: Sequence) -> None:
         """Take everything back from the latest admitted sequence; it will be computed again."""
@@ -274,10 +282,13 @@ class Scheduler:
         assert seq is self._victim(), f"{seq} isn't the latest admitted"
         assert seq.num_pending == 0, f"{seq} is preempted with a token in flight"
         self.num_preemptions += 1
+        num_lost = seq.num_computed_tokens
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         if not self.waiting or seq is not self.waiting[0]:
             self.waiting.appendleft(self.running.pop())
+            num_lost = seq.num_tokens
+        self._num_waiting_tokens += num_lost
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless the invariants of the queues, rows and blocks hold."""
@@ -298,12 +309,27 @@ class Scheduler:
         for seq in holders[len(self.running) :]:
             assert seq.num_computed_tokens < seq.num_tokens, f"{seq} is through, yet waits"
             assert seq.num_blocks == len(seq.block_table), f"{seq} lacks blocks of its prompt"
+        assert self._num_waiting_tokens == self._count_waiting_tokens(), "waiting tokens were lost"
         self.block_manager.check_invariants(holders)
 
     def _mixes(self) -> bool:
-        """Whether prompts ride with decode lanes. A long queue would fill the lanes too slowly."""
-        num_tokens = self.max_num_mixed_tokens
-        return num_tokens > 0 and len(self.waiting) <= num_tokens * self.queue_per_mixed_token
+        """Whether prompts ride with decode lanes: where all that wait do before the lanes are done.
+
+        The longest output takes its steps anyway, and what rides with them is nearly free. But a
+        queue that needs many more steps fills the lanes too slowly, and behind short outputs they
+        run empty: there prompts get steps of their own.
+        """
+        if not self.max_num_mixed_tokens:
+            return False
+        decodes = self._gather_decodes()
+        num_lanes = min(len(self.running) + len(self.waiting), self.max_num_seqs)
+        num_steps = self._num_waiting_tokens / num_mixed_prompt_tokens(
+            num_lanes, self.max_num_mixed_tokens
+        )
+        return num_steps <= self.riding_steps_per_step_left * decodes.num_steps_of_longest
+
+    def _count_waiting_tokens(self) -> int:
+        return sum(seq.num_tokens - seq.num_computed_tokens for seq in self.waiting)
 
     def _holds_prompts(self) -> bool:
         """Whether prompts that found no room wait for more than what has become free since."""
@@ -364,9 +390,11 @@ class Scheduler:
                 if chunks and not chunks_any and seq.num_tokens - num_cached > budget:
                     break
                 self._admit(seq, admission)
+                self._num_waiting_tokens -= num_cached
             chunk = self._advance_prefill(seq, budget)
             chunks.append(chunk)
             budget -= len(chunk.token_ids)
+            self._num_waiting_tokens -= len(chunk.token_ids)
             if seq.num_computed_tokens < seq.num_tokens:
                 break
             self.waiting.popleft()
@@ -417,6 +445,11 @@ class Scheduler:
             self._decodes.settle()
             self._decodes = None
 
+    def _gather_decodes(self) -> _Decodes:
+        """The running sequences that may have another token."""
+        self._decodes = (self._decodes or _Decodes([*self.running])).without_exhausted()
+        return self._decodes
+
     def _claim_decodes(self, in_flight: bool) -> _Decodes | None:
         """The running sequences that may have another token, with a slot for it.
 
@@ -424,8 +457,7 @@ class Scheduler:
         processed first (None), which may free some, or sequences are preempted until the rest fit.
         """
         while True:
-            decodes = (self._decodes or _Decodes([*self.running])).without_exhausted()
-            self._decodes = decodes
+            decodes = self._gather_decodes()
             # Those whose next token begins a block: `BlockManager.needs_block` for all at once.
             begins_block = decodes.starts % self.block_manager.block_size == 0
             needy = np.flatnonzero(begins_block).tolist()

@@ -15,9 +15,11 @@ from nanovllm.models import model_class
 from nanovllm.utils.model_folder import resolve_model_folder
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# Mixed steps pay where a decode step is mostly reading weights; see the README's notes.
-_MIXED_TOKENS = 256
-_MIN_BYTES_TO_MIX = 5 << 30  # weights of a rank's layers
+# Tokens of a mixed step: what rides while weights are read costs little, up to where matrix
+# products get slower for it, which is earlier where they are large; see the README's notes.
+_MIXED_TOKENS = 512
+_MIXED_TOKENS_IF_LARGE = 256
+_LARGE_BYTES = 5 << 30  # weights of a rank's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +102,9 @@ def _resolve_mixed_tokens(
     if num_tokens is None:
         weight_bytes = 4 if dtype_name == "float32" else 2
         num_bytes = weight_bytes * model_config.num_layer_weights // config.tensor_parallel_size
-        pays = device_type == "cuda" and num_bytes >= _MIN_BYTES_TO_MIX
-        num_tokens = _MIXED_TOKENS if pays and not config.enforce_eager else 0
+        num_tokens = _MIXED_TOKENS_IF_LARGE if num_bytes >= _LARGE_BYTES else _MIXED_TOKENS
+        if device_type == "cpu" or config.enforce_eager:  # launches outlast what a GPU would save
+            num_tokens = 0
     return min(num_tokens, config.max_num_batched_tokens)
 
 

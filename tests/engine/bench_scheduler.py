@@ -63,11 +63,11 @@ SHAPES = {
 }
 
 
-def lengths_of(num_seqs: int) -> list[tuple[int, int]]:
-    """Prompt and output lengths."""
+def lengths_of(num_seqs: int, max_input_len: int, max_output_len: int) -> list[tuple[int, int]]:
+    """Prompt and output lengths, from a tenth of the longest."""
     rng = random.Random(0)
-    prompts = [rng.randint(100, 1024) for _ in range(num_seqs)]
-    return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+    prompts = [rng.randint(max_input_len // 10, max_input_len) for _ in range(num_seqs)]
+    return [(prompt, rng.randint(max_output_len // 10 or 1, max_output_len)) for prompt in prompts]
 
 
 def replay(scheduler: Scheduler, costs: Costs, lengths: list[tuple[int, int]]) -> Counter[str]:
@@ -92,16 +92,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape", choices=list(SHAPES))
     parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--max-input-len", type=int, default=1024)
+    parser.add_argument("--max-output-len", type=int, default=1024)
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--max-num-mixed-tokens", type=int, help="default: as the engine's")
     parser.add_argument("--num-kvcache-blocks", type=int, help="default: as on that GPU")
     parser.add_argument("--num-groups", type=int, default=Scheduler.num_groups)
-    parser.add_argument("--queue-per-mixed-token", type=float, help="inf: prompts always ride")
+    parser.add_argument("--riding-steps", type=float, help="a step left; inf: prompts always ride")
     args = parser.parse_args()
 
     costs, num_mixed = SHAPES[args.shape], args.max_num_mixed_tokens
     if num_mixed is None:
-        num_mixed = 256 if args.shape == "8B" else 0
+        num_mixed = 256 if args.shape == "8B" else 512
     scheduler = Scheduler(
         num_blocks=args.num_kvcache_blocks or costs.num_blocks,
         block_size=BLOCK_SIZE,
@@ -111,9 +113,9 @@ def main() -> None:
         enable_prefix_caching=False,
     )
     scheduler.num_groups = args.num_groups
-    if args.queue_per_mixed_token is not None:
-        scheduler.queue_per_mixed_token = args.queue_per_mixed_token
-    lengths = lengths_of(args.num_seqs)
+    if args.riding_steps is not None:
+        scheduler.riding_steps_per_step_left = args.riding_steps
+    lengths = lengths_of(args.num_seqs, args.max_input_len, args.max_output_len)
     if num_mixed:
         lengths.sort(key=lambda pair: -pair[1])  # as the engine queues them
     counts = replay(scheduler, costs, lengths)

@@ -356,23 +356,33 @@ def test_prompts_get_their_share_of_a_mixed_step() -> None:
     assert (step.batch.num_tokens.tolist(), step.batch.num_decodes) == ([1], 4)
 
 
-def test_long_queue_gets_whole_steps_until_it_is_short() -> None:
-    """All of it rode along, and for most of the time most lanes were empty."""
+def test_prompts_get_whole_steps_until_all_that_wait_may_ride() -> None:
+    """All of them rode, and for most of the time most lanes were empty."""
     scheduler = make_scheduler(
-        num_blocks=64, max_num_seqs=40, max_num_batched_tokens=16, max_num_mixed_tokens=6
+        num_blocks=256, max_num_seqs=32, max_num_batched_tokens=32, max_num_mixed_tokens=6
     )
     add(scheduler, 1, max_tokens=30, seq_id=0)
     run_step(scheduler)
-    for i in range(12):
+    for i in range(20):
         add(scheduler, 4, max_tokens=30, seq_id=1 + i)
     kinds = []
     while scheduler.waiting:
         step = schedule(scheduler)
         kinds.append((len(step.batch.prompt_tokens), step.batch.num_decodes))
         confirm(scheduler, step)
-    # Two thirds of six tokens: a queue of four rides.
-    assert kinds[:3] == [(16, 0), (16, 0), (1, 9)]
+    # Beside 21 lanes one token rides in a step, and 29 steps are left: 43 tokens may ride, not 48.
+    assert kinds[:3] == [(32, 0), (32, 0), (1, 17)]
     assert all(num_decodes for _, num_decodes in kinds[2:])
+
+
+def test_prompts_of_short_outputs_get_whole_steps() -> None:
+    """Behind outputs of a few tokens lanes ran empty before the next prompt was through."""
+    scheduler = make_scheduler(
+        num_blocks=64, max_num_seqs=8, max_num_batched_tokens=16, max_num_mixed_tokens=6
+    )
+    for i in range(8):
+        add(scheduler, 4, max_tokens=2, seq_id=i)
+    assert [len(schedule_and_confirm_lanes(scheduler)) for _ in range(2)] == [4, 4]
 
 
 def test_prompt_half_through_is_preempted_before_anyone_who_runs() -> None:

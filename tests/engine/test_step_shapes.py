@@ -51,19 +51,19 @@ def test_mixed_steps_are_captured_at_few_shapes() -> None:
 @pytest.mark.parametrize(
     ("shape", "options", "num_tokens"),
     [
-        ("0.6B", {}, 0),
+        ("0.6B", {}, 512),
         ("8B", {}, 256),
         ("8B", {"tensor_parallel_size": 2}, 256),
-        ("8B", {"tensor_parallel_size": 4}, 0),  # 3.2 GiB of layers a rank
+        ("8B", {"tensor_parallel_size": 4}, 512),  # 3.2 GiB of layers a rank
         ("4B", {"dtype": "bfloat16"}, 256),
-        ("1.7B", {"dtype": "bfloat16"}, 0),
+        ("1.7B", {"dtype": "bfloat16"}, 512),
         ("1.7B", {"dtype": "float32"}, 256),
         ("8B", {"enforce_eager": True}, 0),  # hundreds of launches outlast what the GPU saves
         ("8B", {"device": "cpu"}, 0),
         ("8B", {"max_num_mixed_tokens": 64}, 64),
     ],
 )
-def test_steps_are_mixed_where_a_rank_holds_many_weights(
+def test_mixed_steps_are_longer_where_a_rank_holds_few_weights(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     shape: str,
