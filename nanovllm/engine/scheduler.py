@@ -6,8 +6,8 @@ fit; a prompt longer than a step's token budget runs in chunks. Else every runni
 one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. Prompts that found
 no room wait until there is room for a group of them, MAX_STEPS_HELD steps at most: a step of one
 prompt, whose kernels the host launches one by one, takes as long as a step of ten. With
-max_num_mixed_tokens steps are mixed where outputs are long enough for it: running sequences decode
-in every step, and prompt chunks ride along. When a running sequence needs a block and none is free,
+max_num_mixed_tokens steps are mixed where that makes nothing end later: running sequences decode in
+every step, and prompt chunks ride along. When a running sequence needs a block and none is free,
 the latest admitted one is preempted: its blocks go back, and it returns to the front of `waiting`
 to be computed again, which its own blocks, if nobody took them, make cheap.
 
@@ -132,8 +132,7 @@ class Scheduler:
 
     # Found by replaying schedules (tests/engine/bench_scheduler.py); small worlds change them.
     num_groups = 16  # a group is a sixteenth of all that run; see `_holds_prompts`
-    # Above 1, since steps are counted with all lanes filled, when they carry least; see `_mixes`.
-    riding_steps_per_step_left = 1.5
+    num_riding_steps = 8  # prompts that need no more ride in any case; see `_mixes`
 
     def __init__(
         self,
@@ -313,20 +312,25 @@ class Scheduler:
         self.block_manager.check_invariants(holders)
 
     def _mixes(self) -> bool:
-        """Whether prompts ride with decode lanes: where all that wait do before the lanes are done.
+        """Whether prompts ride with decode lanes: where the last output is no later for it.
 
-        The longest output takes its steps anyway, and what rides with them is nearly free. But a
-        queue that needs many more steps fills the lanes too slowly, and behind short outputs they
-        run empty: there prompts get steps of their own.
+        What rides is nearly free, but lanes fill slowly, and what waits longest ends last. So the
+        longest output that runs must outlast those steps and the last prompt's output after them,
+        as it does where lengths differ and the longest came first. Otherwise, as with one limit for
+        all, prompts get steps of their own, and only a few that come later ride.
         """
         if not self.max_num_mixed_tokens:
             return False
-        decodes = self._gather_decodes()
+        if not self.waiting:
+            return True
         num_lanes = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-        num_steps = self._num_waiting_tokens / num_mixed_prompt_tokens(
-            num_lanes, self.max_num_mixed_tokens
-        )
-        return num_steps <= self.riding_steps_per_step_left * decodes.num_steps_of_longest
+        num_riding = num_mixed_prompt_tokens(num_lanes, self.max_num_mixed_tokens)
+        # Lanes fill meanwhile: on the way a step carries about twice what it does in the end.
+        num_steps = self._num_waiting_tokens / (2 * num_riding)
+        last = self.waiting[-1]
+        num_steps_after = last.max_total_tokens - last.num_tokens
+        num_steps_spare = self._gather_decodes().num_steps_of_longest - num_steps_after
+        return num_steps <= max(num_steps_spare, self.num_riding_steps)
 
     def _count_waiting_tokens(self) -> int:
         return sum(seq.num_tokens - seq.num_computed_tokens for seq in self.waiting)

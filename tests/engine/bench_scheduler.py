@@ -2,18 +2,22 @@
 
     python tests/engine/bench_scheduler.py 8B --num-seqs 2048
     python tests/engine/bench_scheduler.py 0.6B --num-seqs 2048 --num-groups 100000  # no groups
+    python tests/engine/bench_scheduler.py 8B --outputs unknown --num-riding-steps 100000
 
-Lengths are those of bench.py: 100 to 1024 tokens in, as many out. Times are one H200's, from the
+Lengths are those of bench.py: 100 to 1024 tokens in, as many out, known beforehand; or unknown, as
+where all have one limit and some token ends them; or all alike. Times are one H200's, from the
 README's tables: a step takes its matrix products, by rows; K and V of its decode lanes, by their
-bytes; what every layer and the head take besides; and if it is launched kernel by kernel, as steps
-of prompts alone are, at least what that takes the host. Such predictions were within 5% of what
-bench.py measured (256 and 2,048 sequences of 0.6B, 256 of 8B with mixed steps and without).
+bytes; what every layer and the head take besides, in a mixed step a little more; and if it is
+launched kernel by kernel, as steps of prompts alone are, at least what that takes the host. Such
+predictions were within 5% of what bench.py measured (256 and 2,048 sequences of 0.6B, 256 of 8B
+with mixed steps and without).
 """
 
 import argparse
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +30,8 @@ KV_BYTES = 4096  # of a token in a layer: 8 heads of 128, keys and values, 16 bi
 KV_BYTES_US = 4.45e6
 FEW_LANES = 96  # with fewer, attention doesn't reach that
 PROMPT_ATTENTION_US = 0.02  # of a token in a layer
+RIDING_US = 6  # of prompts in a layer of a mixed step
+STOP = 1  # the token that ends a sequence before its limit
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Costs:
         attention = float(batch.starts[num_prefills:].sum()) * KV_BYTES / KV_BYTES_US
         if 0 < batch.num_decodes < FEW_LANES:
             attention += 6
+        if num_prefills and batch.num_decodes:
+            attention += RIDING_US
         if not batch.num_decodes:
             attention += len(batch.prompt_tokens) * PROMPT_ATTENTION_US
         step = self.num_layers * (products + attention + self.layer_us)
@@ -63,17 +71,37 @@ SHAPES = {
 }
 
 
-def lengths_of(num_seqs: int, max_input_len: int, max_output_len: int) -> list[tuple[int, int]]:
-    """Prompt and output lengths, from a tenth of the longest."""
+class Wish(NamedTuple):
+    """Tokens of one sequence."""
+
+    prompt: int
+    output: int
+    limit: int  # of the output, which is all that the engine knows
+
+
+def make_wishes(num_seqs: int, max_input_len: int, max_output_len: int, outputs: str) -> list[Wish]:
+    """Lengths from a tenth of the longest."""
     rng = random.Random(0)
     prompts = [rng.randint(max_input_len // 10, max_input_len) for _ in range(num_seqs)]
-    return [(prompt, rng.randint(max_output_len // 10 or 1, max_output_len)) for prompt in prompts]
+    lengths = [rng.randint(max_output_len // 10, max_output_len) for _ in prompts]
+    if outputs == "alike":
+        lengths = [max_output_len] * num_seqs
+    limits = lengths if outputs == "known" else [max_output_len] * num_seqs
+    return [Wish(*wish) for wish in zip(prompts, lengths, limits, strict=True)]
 
 
-def replay(scheduler: Scheduler, costs: Costs, lengths: list[tuple[int, int]]) -> Counter[str]:
+def replay(scheduler: Scheduler, costs: Costs, wishes: list[Wish]) -> Counter[str]:
     """Run a workload and return its microseconds, steps and lanes by kind."""
-    for i, (prompt, output) in enumerate(lengths):
-        seq = Sequence(i, [0] * prompt, block_size=BLOCK_SIZE, max_total_tokens=prompt + output)
+    ends: dict[Sequence | None, int] = {}  # the length that each ends with
+    for i, (prompt, output, limit) in enumerate(wishes):
+        seq = Sequence(
+            i,
+            [0] * prompt,
+            block_size=BLOCK_SIZE,
+            max_total_tokens=prompt + limit,
+            stop_token_ids=frozenset([STOP]),
+        )
+        ends[seq] = prompt + output
         scheduler.add(seq)
     counts: Counter[str] = Counter()
     while not scheduler.is_finished():
@@ -84,7 +112,9 @@ def replay(scheduler: Scheduler, costs: Costs, lengths: list[tuple[int, int]]) -
         counts[f"{kind} steps"] += 1
         counts["decode lanes"] += batch.num_decodes
         counts["us"] += round(costs.step_us(batch))
-        scheduler.postprocess(step, [0] * batch.num_lanes)
+        lanes = step.sequences
+        is_last = [seq is not None and seq.num_tokens + 1 == ends[seq] for seq in lanes]
+        scheduler.postprocess(step, [STOP if last else 0 for last in is_last])
     return counts
 
 
@@ -94,11 +124,12 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--max-input-len", type=int, default=1024)
     parser.add_argument("--max-output-len", type=int, default=1024)
+    parser.add_argument("--outputs", choices=("known", "unknown", "alike"), default="known")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument("--max-num-mixed-tokens", type=int, help="default: as the engine's")
     parser.add_argument("--num-kvcache-blocks", type=int, help="default: as on that GPU")
     parser.add_argument("--num-groups", type=int, default=Scheduler.num_groups)
-    parser.add_argument("--riding-steps", type=float, help="a step left; inf: prompts always ride")
+    parser.add_argument("--num-riding-steps", type=int, default=Scheduler.num_riding_steps)
     args = parser.parse_args()
 
     costs, num_mixed = SHAPES[args.shape], args.max_num_mixed_tokens
@@ -113,14 +144,13 @@ def main() -> None:
         enable_prefix_caching=False,
     )
     scheduler.num_groups = args.num_groups
-    if args.riding_steps is not None:
-        scheduler.riding_steps_per_step_left = args.riding_steps
-    lengths = lengths_of(args.num_seqs, args.max_input_len, args.max_output_len)
+    scheduler.num_riding_steps = args.num_riding_steps
+    wishes = make_wishes(args.num_seqs, args.max_input_len, args.max_output_len, args.outputs)
     if num_mixed:
-        lengths.sort(key=lambda pair: -pair[1])  # as the engine queues them
-    counts = replay(scheduler, costs, lengths)
+        wishes.sort(key=lambda wish: -wish.limit)  # as the engine queues them
+    counts = replay(scheduler, costs, wishes)
     seconds = counts.pop("us") / 1e6
-    num_tokens = sum(output for _, output in lengths)
+    num_tokens = sum(wish.output for wish in wishes)
     steps = ", ".join(f"{count} {kind}" for kind, count in counts.items())
     print(f"{num_tokens / seconds:.0f} tok/s in {seconds:.2f} s; {steps}; "
           f"{scheduler.num_preemptions} preemptions")  # fmt: skip

@@ -19,7 +19,7 @@ from nanovllm.engine.sequence import Sequence
 NUM_WORLDS = 300
 NUM_WORLDS_OF_OTHER_MODES = 80
 NUM_WORLDS_SLOW = 2000
-ALWAYS = 1e9  # prompts ride, however many steps they take
+ALWAYS = 10**9  # prompts ride, however many steps they take
 WEAK_HASHES = 4
 
 MODES = [(overlap, caching) for overlap in (True, False) for caching in (True, False)]
@@ -101,7 +101,7 @@ def mixed_world(seed: int) -> World:
     return replace(
         World.random(seed),
         max_num_mixed_tokens=(1, 3, 8, 16, 64)[seed % 5],
-        riding_steps_per_step_left=(Scheduler.riding_steps_per_step_left, ALWAYS)[seed % 2],
+        num_riding_steps=(0, ALWAYS)[seed % 2],
     )
 
 
@@ -188,7 +188,7 @@ class NobodyWaits(Loop):
 def test_nobody_waits_with_mixed_steps(overlap: bool) -> None:
     counts: Counter[str] = Counter()
     for seed in range(NUM_WORLDS_OF_OTHER_MODES):
-        world = replace(mixed_world(seed), riding_steps_per_step_left=ALWAYS)
+        world = replace(mixed_world(seed), num_riding_steps=ALWAYS)
         counts += NobodyWaits(world, overlap=overlap).run()
     assert counts["mixed steps"] >= 200
     assert counts["waits for a row or blocks"] >= 100

@@ -356,33 +356,51 @@ def test_prompts_get_their_share_of_a_mixed_step() -> None:
     assert (step.batch.num_tokens.tolist(), step.batch.num_decodes) == ([1], 4)
 
 
-def test_prompts_get_whole_steps_until_all_that_wait_may_ride() -> None:
+def kinds_of_steps(scheduler: Scheduler) -> list[tuple[int, int]]:
+    """Prompt tokens and decode lanes of the steps until nobody waits."""
+    kinds = []
+    while scheduler.waiting:
+        step = schedule(scheduler)
+        kinds.append((len(step.batch.prompt_tokens), step.batch.num_decodes))
+        confirm(scheduler, step)
+    return kinds
+
+
+def test_prompts_ride_once_the_longest_output_outlasts_them() -> None:
     """All of them rode, and for most of the time most lanes were empty."""
     scheduler = make_scheduler(
         num_blocks=256, max_num_seqs=32, max_num_batched_tokens=32, max_num_mixed_tokens=6
     )
     add(scheduler, 1, max_tokens=30, seq_id=0)
     run_step(scheduler)
-    for i in range(20):
-        add(scheduler, 4, max_tokens=30, seq_id=1 + i)
-    kinds = []
-    while scheduler.waiting:
-        step = schedule(scheduler)
-        kinds.append((len(step.batch.prompt_tokens), step.batch.num_decodes))
-        confirm(scheduler, step)
-    # Beside 21 lanes one token rides in a step, and 29 steps are left: 43 tokens may ride, not 48.
-    assert kinds[:3] == [(32, 0), (32, 0), (1, 17)]
-    assert all(num_decodes for _, num_decodes in kinds[2:])
+    for i in range(30):
+        add(scheduler, 4, max_tokens=10, seq_id=1 + i)
+    # Beside 31 lanes one token rides, two while they fill; 29 steps are left, 10 of them for the
+    # last prompt: 38 tokens may ride, not 120, 88 or 56.
+    kinds = kinds_of_steps(scheduler)
+    assert [num_tokens for num_tokens, _ in kinds[:4]] == [32, 32, 32, 1]
+    assert [num_decodes > 0 for _, num_decodes in kinds] == [False] * 3 + [True] * (len(kinds) - 3)
 
 
-def test_prompts_of_short_outputs_get_whole_steps() -> None:
-    """Behind outputs of a few tokens lanes ran empty before the next prompt was through."""
+def test_prompts_of_outputs_all_alike_get_whole_steps() -> None:
+    """They rode, and of 256 alike, of an 8B, the last one ended a fifth later for it."""
     scheduler = make_scheduler(
-        num_blocks=64, max_num_seqs=8, max_num_batched_tokens=16, max_num_mixed_tokens=6
+        num_blocks=256, max_num_seqs=32, max_num_batched_tokens=32, max_num_mixed_tokens=6
     )
-    for i in range(8):
-        add(scheduler, 4, max_tokens=2, seq_id=i)
-    assert [len(schedule_and_confirm_lanes(scheduler)) for _ in range(2)] == [4, 4]
+    for i in range(31):
+        add(scheduler, 4, max_tokens=30, seq_id=i)
+    assert kinds_of_steps(scheduler) == [(32, 0), (32, 0), (32, 0), (28, 0)]
+
+
+def test_few_prompts_that_come_later_ride() -> None:
+    """However long they run: all lanes would sit out a step of theirs."""
+    scheduler = make_scheduler(
+        num_blocks=256, max_num_seqs=32, max_num_batched_tokens=32, max_num_mixed_tokens=6
+    )
+    add(scheduler, 1, max_tokens=5, seq_id=0)
+    run_step(scheduler)
+    add(scheduler, 4, max_tokens=30, seq_id=1)
+    assert kinds_of_steps(scheduler) == [(4, 1)]
 
 
 def test_prompt_half_through_is_preempted_before_anyone_who_runs() -> None:

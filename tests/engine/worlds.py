@@ -94,7 +94,7 @@ class World:
     max_num_batched_tokens: int
     max_num_mixed_tokens: int = 0
     num_groups: int = Scheduler.num_groups
-    riding_steps_per_step_left: float = Scheduler.riding_steps_per_step_left
+    num_riding_steps: int = Scheduler.num_riding_steps
     orders: tuple[Order, ...] = ()
 
     @classmethod
@@ -270,7 +270,7 @@ class Loop:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler.num_groups = world.num_groups
-        self.scheduler.riding_steps_per_step_left = world.riding_steps_per_step_left
+        self.scheduler.num_riding_steps = world.num_riding_steps
         self.runner = runner_class(world)
         self.sequences: dict[int, Sequence] = {}  # by order number
         self.in_flight: tuple[Step, list[int]] | None = None
