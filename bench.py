@@ -46,6 +46,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch_file import RequestReader, parse_line, read_lines
 from nanovllm.engine.batch import ScheduledBatch
+from nanovllm.engine.request import Prompt
 from nanovllm.model_config import ModelConfig
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "numpy")
@@ -322,21 +323,26 @@ def make_params(args: argparse.Namespace, output_lens: list[int]) -> list[Sampli
 
 
 def timed_pass(args: argparse.Namespace, llm: LLM, rng: random.Random) -> Pass:
-    """Draw a workload and time one generate call on an empty prefix cache."""
+    """Draw a workload, or read the one asked for, and time it."""
     if args.requests is not None:
         return requests_pass(args.requests, llm)
     prompts, output_lens = draw_for(args, llm, rng)
     params = make_params(args, output_lens)
+    done, num_due = timed_generate(llm, prompts, params), sum(output_lens)
+    assert done.num_tokens == num_due, f"{done.num_tokens} tokens came, {num_due} were due"
+    if not args.prefix_len:
+        assert done.num_cached_tokens == 0, f"{done.num_cached_tokens} prompt tokens were cached"
+    return done
+
+
+def timed_generate(llm: LLM, prompts: Sequence[Prompt], params: list[SamplingParams]) -> Pass:
+    """Time one generate call on an empty prefix cache."""
     llm.reset_prefix_cache()
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    num_cached = sum(output.num_cached_tokens for output in outputs)
-    assert num_tokens == sum(output_lens), f"{num_tokens} tokens came, {sum(output_lens)} were due"
-    if not args.prefix_len:
-        assert num_cached == 0, f"{num_cached} prompt tokens came from the prefix cache"
-    return Pass(num_tokens, num_cached, seconds)
+    num_tokens = sum(output.num_generated_tokens for output in outputs)
+    return Pass(num_tokens, sum(output.num_cached_tokens for output in outputs), seconds)
 
 
 def run_repeats(args: argparse.Namespace, llm: LLM) -> list[Pass]:
@@ -373,13 +379,7 @@ def requests_pass(path: Path, llm: LLM) -> Pass:
     reader = RequestReader(engine.tokenizer, SamplingParams(), engine.config.seed)
     with path.open("rb") as file:
         requests = [reader.read(parse_line(line)) for line in read_lines(file)]
-    prompts, params = [r.prompt for r in requests], [r.params for r in requests]
-    llm.reset_prefix_cache()
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - start
-    num_tokens = sum(output.num_generated_tokens for output in outputs)
-    return Pass(num_tokens, sum(output.num_cached_tokens for output in outputs), seconds)
+    return timed_generate(llm, [r.prompt for r in requests], [r.params for r in requests])
 
 
 # The profile: host parts, GPU kernels, floor

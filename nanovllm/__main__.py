@@ -81,12 +81,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description="Answer a file of requests, one JSON object a line, and survive anything.",
     )
     parser.add_argument("input", type=Path, help="requests, in OpenAI's batch format or simple")
-    parser.add_argument("output", type=Path, nargs="?", help="results; an existing one is gone on")
+    parser.add_argument("output", type=Path, nargs="?", help="results; may exist: it goes on")
     parser.add_argument("--dry-run", action="store_true", help="check the input, count its tokens")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
     parser.add_argument("--ray", action="store_true", help="on a Ray cluster, or on local Ray")
     parser.add_argument("--ray-actors", type=int, help="engines; default: as the GPUs allow")
-    sampling = parser.add_argument_group("of requests that don't say")
+    sampling = parser.add_argument_group("sampling, where a request doesn't say")
     for name, kind in _SAMPLING_FLAGS.items():
         default = getattr(SamplingParams(), name)
         action = sampling.add_argument(_flag_of(name), type=kind, default=default)
@@ -172,6 +172,8 @@ def _check_args(args: argparse.Namespace) -> None:
     if args.ray_actors is not None and not args.ray:
         raise ValueError("--ray-actors means nothing without --ray")
     _check_input(args.input)
+    if args.ray and not args.input.is_file():
+        raise ValueError(f"{args.input} is a device or a pipe: --ray needs a regular file")
     if args.output is not None and args.output.exists() and args.input.samefile(args.output):
         raise ValueError(f"{args.output} is the input too: choose another output file")
     if args.output is not None and not args.output.parent.is_dir():
@@ -296,7 +298,7 @@ def run_file_on_ray(
 def show_progress(
     args: argparse.Namespace, ledger: Ledger, count_tokens: Callable[[], int] | None = None
 ) -> Iterator["Progress"]:
-    """A bar for the block, and a summary below it if the run was finished."""
+    """Show a bar inside the `with`, and a summary below it if the run was finished."""
     total = None if args.no_progress else count_lines(args.input)
     progress = Progress(total, ledger, count_tokens, is_shown=not args.no_progress)
     try:

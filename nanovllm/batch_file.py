@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple, Protocol, cast
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.input_processor import InputProcessor, load_tokenizer
 from nanovllm.engine.request import Prompt
 from nanovllm.engine.settings import resolve_settings
 from nanovllm.llm import as_conversation_list, chat_prompt
 from nanovllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.model_folder import resolve_model_folder
 from nanovllm.utils.tokenizer import Tokenizer
 
 MAX_LINE_BYTES = 256 << 20  # a longer line is no request but a file of another kind
@@ -164,11 +163,11 @@ def _is_openai(row: Json) -> bool:
 # Requests
 
 _SAMPLING_FIELDS = frozenset(field.name for field in fields(SamplingParams))
-_PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
+PROMPT_FIELDS = ("prompt", "messages", "prompt_token_ids")
 _TEMPLATE_FIELDS = frozenset(
     {"add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
 )
-_SIMPLE_FIELDS = _SAMPLING_FIELDS | _TEMPLATE_FIELDS | {"id", *_PROMPT_FIELDS}
+_SIMPLE_FIELDS = _SAMPLING_FIELDS | _TEMPLATE_FIELDS | {"id", *PROMPT_FIELDS}
 _OPENAI_FIELDS = frozenset({"custom_id", "method", "url", "body"})
 _URLS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
 # Fields of OpenAI's bodies that change no answer, and those that do unless they say "off".
@@ -215,7 +214,7 @@ class RequestReader:
             return self._read_openai(row)
         _check_known(row, _SIMPLE_FIELDS, "field")
         sampling = {name: row[name] for name in _SAMPLING_FIELDS & row.keys()}
-        prompt, _ = self._prompt(row)
+        prompt = self._prompt(row)
         line_id = cast(Id, row["id"])
         return BatchRequest(line_id, "simple", self.model, prompt, self._params(sampling, line_id))
 
@@ -230,21 +229,20 @@ class RequestReader:
         for name, allowed in _ONLY.items():
             if name in body and body[name] not in allowed:
                 raise ValueError(f"{name}={body[name]!r:.80} is not supported: leave it out")
-        prompt, is_chat = self._prompt(body)
+        prompt, is_chat = self._prompt(body), "messages" in body
         line_id = cast(Id, row["custom_id"])
         params = self._params(_openai_sampling(body, is_chat), line_id)
         kind: Kind = "chat" if is_chat else "completion"
         return BatchRequest(line_id, kind, str(body.get("model", self.model)), prompt, params)
 
-    def _prompt(self, row: Json) -> tuple[Prompt, bool]:
-        """The prompt, and whether it came as messages."""
-        given = [name for name in _PROMPT_FIELDS if row.get(name) is not None]
+    def _prompt(self, row: Json) -> Prompt:
+        given = [name for name in PROMPT_FIELDS if row.get(name) is not None]
         if len(given) != 1:
             found = " and ".join(given) or "none"
-            raise ValueError(f"one of {', '.join(_PROMPT_FIELDS)} is due, {found} is given")
+            raise ValueError(f"one of {', '.join(PROMPT_FIELDS)} is due, {found} is given")
         (name,) = given
         if name == "messages":
-            return self._render(row), True
+            return self._render(row)
         template = sorted(_TEMPLATE_FIELDS & row.keys())
         if template:
             raise ValueError(f"{', '.join(template)} need messages, not {name}")
@@ -257,7 +255,7 @@ class RequestReader:
             raise TypeError(f"{name} must hold token ids: ints")
         if name == "prompt" and not isinstance(prompt, str | list):
             raise TypeError(f"prompt must be a string or token ids, got {prompt!r:.80}")
-        return cast(Prompt, prompt), False
+        return cast(Prompt, prompt)
 
     def _render(self, row: Json) -> Prompt:
         messages = row["messages"]
@@ -342,8 +340,9 @@ def answer_record(request: BatchRequest, output: RequestOutput) -> Json:
     """The line of the output file that answers a request."""
     if request.kind == "simple":
         return _simple_record(request.id, output)
-    name = f"{_digest(_id_text(request.id)):032x}"
-    response = {"status_code": 200, "request_id": f"req_{name}", "body": _body(request, output)}
+    name = f"{_digest(_id_text(request.id)):030x}"
+    body = _body(request, output, name)
+    response = {"status_code": 200, "request_id": f"req_{name}", "body": body}
     return {
         "id": f"batch_req_{name}",
         "custom_id": request.id,
@@ -360,7 +359,7 @@ def _simple_record(line_id: Id, output: RequestOutput) -> Json:
         "num_cached_tokens": output.num_cached_tokens,
     }
     if output.prompt_logprobs is not None:
-        record["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs)
+        record["prompt_logprobs"] = _logprob_objects(output.prompt_logprobs)
     return record
 
 
@@ -373,17 +372,17 @@ def _simple_sample(sample: CompletionOutput) -> Json:
     }
     if sample.logprobs is not None:
         result["cumulative_logprob"] = _finite(sample.cumulative_logprob or 0.0)
-        result["logprobs"] = _prompt_logprobs(list(sample.logprobs))
+        result["logprobs"] = _logprob_objects(list(sample.logprobs))
     return result
 
 
-def _body(request: BatchRequest, output: RequestOutput) -> Json:
+def _body(request: BatchRequest, output: RequestOutput, name: str) -> Json:
     """OpenAI's response, with vLLM's additions."""
     is_chat = request.kind == "chat"
     num_generated = output.num_generated_tokens
     num_top = request.params.logprobs
     body: Json = {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{_digest(_id_text(request.id)):032x}",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": request.model,
@@ -396,7 +395,7 @@ def _body(request: BatchRequest, output: RequestOutput) -> Json:
         },
     }
     if output.prompt_logprobs is not None:
-        body["prompt_logprobs"] = _prompt_logprobs(output.prompt_logprobs)
+        body["prompt_logprobs"] = _logprob_objects(output.prompt_logprobs)
     return body
 
 
@@ -462,7 +461,7 @@ def _token_text(token_id: int, token: Logprob) -> str:
     return f"token_id:{token_id}" if token.decoded_token is None else token.decoded_token
 
 
-def _prompt_logprobs(logprobs: PromptLogprobs) -> list[Json | None]:
+def _logprob_objects(logprobs: PromptLogprobs) -> list[Json | None]:
     """vLLM's form: a position is an object from token id to what is known of the token."""
     return [
         None
@@ -689,7 +688,7 @@ def _scan_results(path: Path, ledger: Ledger) -> int:
                     size += len(line)
                 elif not _is_torn_result(line):
                     raise ValueError("the line is not a result")
-            except (ValueError, AttributeError) as error:
+            except (ValueError, AttributeError, RecursionError) as error:
                 raise ValueError(
                     f"line {number} of {path} is no result of a batch run: choose another output "
                     f"file ({error})"
@@ -706,7 +705,7 @@ def _is_torn_result(tail: bytes) -> bool:
     except json.JSONDecodeError:
         starts = (b'{"id": ', b'{"line": ')
         return any(tail.startswith(start) or start.startswith(tail) for start in starts)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return False
     return True
 
@@ -726,10 +725,14 @@ def _sync_folder(path: Path) -> None:
 # The run
 
 
-class Engine(Protocol):
-    """What a run needs of `LLMEngine`."""
+class TakesRequests(Protocol):
+    """What checking lines needs of an engine."""
 
     def add_request(self, prompt: Prompt, params: SamplingParams) -> str: ...
+
+
+class Engine(TakesRequests, Protocol):
+    """What a run needs of `LLMEngine`."""
 
     def step(self) -> list[RequestOutput]: ...
 
@@ -832,11 +835,7 @@ class BatchRun:
             report_bad_line(line, bad, self._ledger, self._write, self.tally)
 
     def _queue(self, request: BatchRequest) -> None:
-        try:
-            request_id = self._engine.add_request(request.prompt, request.params)
-        except (ValueError, TypeError) as error:
-            raise BadLine("invalid_request", _reason(error), request.id) from error
-        self._pending[request_id] = request
+        self._pending[queue_request(request, self._engine)] = request
         self._num_queued += request.params.n
 
     def _finish(self, output: RequestOutput) -> None:
@@ -862,6 +861,18 @@ def claim_request(line: Line, ledger: Ledger, reader: RequestReader) -> BatchReq
         raise BadLine("invalid_request", str(error), line_id) from error
 
 
+def queue_request(request: BatchRequest, engine: TakesRequests) -> str:
+    """Add a request to the engine and return its id there.
+
+    Raises:
+        BadLine: The engine can't run it.
+    """
+    try:
+        return engine.add_request(request.prompt, request.params)
+    except (ValueError, TypeError) as error:
+        raise BadLine("invalid_request", reason(error), request.id) from error
+
+
 def report_bad_line(
     line: Line, bad: BadLine, ledger: Ledger, write: Callable[[Json], None], tally: Tally
 ) -> None:
@@ -873,7 +884,7 @@ def report_bad_line(
         tally.num_failed += 1
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The engine's words; it counts prompts of a call, and here a call has one."""
     return str(error).removeprefix("prompt 0: ")
 
@@ -889,10 +900,7 @@ class DryEngine:
 
     def __init__(self, config: Config) -> None:
         settings = resolve_settings(config)
-        folder = settings.folder
-        if config.tokenizer is not None:
-            folder = resolve_model_folder(config.tokenizer)
-        self.tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder)
+        self.tokenizer = load_tokenizer(config, settings.folder)
         self._inputs = InputProcessor(settings, self.tokenizer, frozenset(), _UNBOUNDED_BLOCKS)
         self._max_model_len = settings.max_model_len
         self.num_requests = 0
@@ -922,10 +930,7 @@ def check_lines(
         try:
             request = claim_request(line, ledger, reader)
             assert request is not None, "a fresh ledger knows no results"
-            try:
-                engine.add_request(request.prompt, request.params)
-            except (ValueError, TypeError) as error:
-                raise BadLine("invalid_request", _reason(error), request.id) from error
+            queue_request(request, engine)
         except BadLine as bad:
             num_failed += 1
             report(bad.record(line.number))

@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 
 from nanovllm.batch_file import (
+    PROMPT_FIELDS,
     BadLine,
     BatchRequest,
     Engine,
@@ -32,6 +33,7 @@ from nanovllm.batch_file import (
     parse_line,
     read_id,
     read_lines,
+    reason,
     report_bad_line,
 )
 from nanovllm.config import Config
@@ -47,7 +49,6 @@ Batch = dict[str, np.ndarray]  # a column a name
 CONCURRENT_BATCHES = 4  # of an actor: together they are twice what its engine runs at once
 _READER_CPUS = 0.1  # of a chunk; an engine leaves as much, or one core would not be enough for both
 
-_PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
 _ANSWER_COLUMNS = (
     "text",
     "token_ids",
@@ -58,7 +59,24 @@ _ANSWER_COLUMNS = (
 )
 
 
-class NanoVLLM:
+class _EngineActor:
+    """An engine in an actor, and what makes its requests."""
+
+    def __init__(self, llm: LLM, defaults: SamplingParams) -> None:
+        engine, config = llm.llm_engine, llm.llm_engine.config
+        self._reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+        self._thread = EngineThread(engine, llm.exit)
+
+    def close(self) -> None:
+        """End the engine; calling it again does nothing."""
+        self._thread.close()
+
+    def __del__(self) -> None:  # how Ray lets go of it at the end of a job
+        if hasattr(self, "_thread"):
+            self.close()
+
+
+class NanoVLLM(_EngineActor):
     """One engine in an actor of Ray Data: pass the class to `map_batches`.
 
         ds.map_batches(
@@ -91,32 +109,22 @@ class NanoVLLM:
         """
         defaults = SamplingParams().replace(**(sampling_params or {}))
         _check_flat(defaults)
-        llm = LLM(model, **options)
-        config = llm.llm_engine.config
-        self._reader = RequestReader(llm.llm_engine.tokenizer, defaults, config.seed, config.model)
-        self._thread = EngineThread(llm.llm_engine, llm.exit)
+        super().__init__(LLM(model, **options), defaults)
 
     async def __call__(self, batch: Batch) -> Batch:
         """Answer the rows of a batch."""
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values())]  # noqa: B905
+        values_of_rows = zip(*batch.values(), strict=True)
+        rows = [dict(zip(batch, values, strict=True)) for values in values_of_rows]
         answers = await asyncio.gather(*(self._answer(row) for row in rows))
-        columns = {name: _column([answer[name] for answer in answers]) for name in _ANSWER_COLUMNS}
-        return {**batch, **columns}
-
-    def close(self) -> None:
-        """End the engine; calling it again does nothing."""
-        self._thread.close()
-
-    def __del__(self) -> None:  # how Ray lets go of it at the end of a job
-        if hasattr(self, "_thread"):
-            self.close()
+        found = {name: _column([answer[name] for answer in answers]) for name in _ANSWER_COLUMNS}
+        return {**batch, **found}
 
     async def _answer(self, row: dict[str, object]) -> Json:
         try:
             request = self._read(row)
             output = await self._thread.answer(request.prompt, request.params)
         except (ValueError, TypeError) as error:
-            return dict.fromkeys(_ANSWER_COLUMNS) | {"error": str(error)}
+            return dict.fromkeys(_ANSWER_COLUMNS) | {"error": reason(error)}
         sample = output.outputs[0]
         values = (
             sample.text,
@@ -129,7 +137,7 @@ class NanoVLLM:
         return dict(zip(_ANSWER_COLUMNS, values, strict=True))
 
     def _read(self, row: dict[str, object]) -> BatchRequest:
-        known = {name: _plain(row[name]) for name in _PROMPT_COLUMNS if name in row}
+        known = {name: _plain(row[name]) for name in PROMPT_FIELDS if name in row}
         wishes = _plain(row.get("sampling_params")) or {}
         if not isinstance(wishes, dict):
             raise TypeError(f"sampling_params must be a struct, got {wishes!r:.80}")
@@ -296,13 +304,11 @@ class Chunk(NamedTuple):
     todo: np.ndarray  # (lines,) int64: numbers of the lines to answer
 
 
-class FileAnswers:
+class FileAnswers(_EngineActor):
     """The engine of an actor that answers lines of a batch file."""
 
     def __init__(self, config: Config, defaults: SamplingParams) -> None:
-        llm = LLM(**dataclasses.asdict(config))
-        self._reader = RequestReader(llm.llm_engine.tokenizer, defaults, config.seed, config.model)
-        self._thread = EngineThread(llm.llm_engine, llm.exit)
+        super().__init__(LLM(**dataclasses.asdict(config)), defaults)
 
     async def __call__(self, batch: Batch) -> Batch:
         """Rows of line and text to rows of their records, in the same order."""
@@ -312,10 +318,6 @@ class FileAnswers:
         columns = zip(*answers, strict=True)
         return {name: _column(list(values)) for name, values in zip(names, columns, strict=True)}
 
-    def __del__(self) -> None:
-        if hasattr(self, "_thread"):
-            self._thread.close()
-
     async def _answer(self, number: int, text: str) -> tuple[str, int, int, int]:
         row = parse_line(Line(number, text.encode()))
         line_id = read_id(row)
@@ -323,8 +325,7 @@ class FileAnswers:
             request = self._reader.read(row)
             output = await self._thread.answer(request.prompt, request.params)
         except (ValueError, TypeError) as error:
-            message = str(error).removeprefix("prompt 0: ")
-            record = BadLine("invalid_request", message, line_id).record(number)
+            record = BadLine("invalid_request", reason(error), line_id).record(number)
             return json.dumps(record), 0, 0, 0
         return (
             json.dumps(answer_record(request, output), allow_nan=False),

@@ -13,6 +13,7 @@ from numbers import Integral, Real
 
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means argmax, as in vLLM
 MAX_SEED = 2**63 - 1
+MAX_MIN_TOKENS = 2**31 - 1
 MAX_N = 16384  # samples of one prompt; vLLM's limit
 
 
@@ -30,7 +31,7 @@ class SamplingParams:
     seed: int | None  # 0..2**63-1: the draws depend on it alone; None = derived from the LLM's seed
     stop: tuple[str, ...]  # text is cut before the earliest of these
     stop_token_ids: tuple[int, ...]  # >= 0; these end a request, also under ignore_eos
-    min_tokens: int  # >= 0: neither eos, stop ids nor stop strings end a request before it
+    min_tokens: int  # 0..2**31 - 1: neither eos, stop ids nor stop strings end a request before it
     logprobs: int | None  # likeliest tokens reported beside the sampled one; -1 = all; None = off
     prompt_logprobs: int | None  # the same for each prompt token
     presence_penalty: float  # [-2, 2]: taken once from tokens already generated; 0 = off
@@ -85,7 +86,7 @@ class SamplingParams:
             "seed": _optional_int("seed", seed, low=0, high=MAX_SEED),
             "stop": _texts("stop", (stop,) if isinstance(stop, str) else stop),
             "stop_token_ids": _token_ids("stop_token_ids", stop_token_ids),
-            "min_tokens": _int("min_tokens", min_tokens, low=0),
+            "min_tokens": _int("min_tokens", min_tokens, low=0, high=MAX_MIN_TOKENS),
             "logprobs": _optional_int("logprobs", logprobs, low=-1),
             "prompt_logprobs": _optional_int("prompt_logprobs", prompt_logprobs, low=-1),
             "presence_penalty": _real("presence_penalty", presence_penalty, low=-2.0, high=2.0),
@@ -196,7 +197,10 @@ def _real(
     """Return `value` as a finite float in [low, high] and strictly greater than `above`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_kind(name, value, "a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond all floats
+        number = math.inf
     if not math.isfinite(number) or number < low or number <= above or number > high:
         limits = [
             f"at least {low:g}" if low > -math.inf else "",

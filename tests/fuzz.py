@@ -73,7 +73,7 @@ class Mistake(AssertionError):
     """The engine broke a promise."""
 
 
-# ---------------------------------------------------------------------- what is asked
+# what is asked
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class _AskMaker:
         )
 
 
-# ---------------------------------------------------------------------- running it
+# running it
 
 
 @contextlib.contextmanager
@@ -441,7 +441,7 @@ class Fuzzer:
         for index, output in outputs:
             self._check(workload, call, call.asks[index], output, version)
 
-    # ------------------------------------------------------------------ comparing
+    # comparing
 
     def _check(
         self, workload: Workload, call: Call, ask: Ask, output: RequestOutput, version: int
@@ -505,7 +505,7 @@ class Fuzzer:
             raise Mistake(f"{parted}: {params}")
         self.counts[f"ties within {CLOSE if gaps[-1] <= CLOSE else TOLERANCE}"] += 1
 
-    # ------------------------------------------------------------------ making smaller
+    # making smaller
 
     def _shrink(self, workload: Workload, kind: str) -> Workload:
         """Leave out what the failure doesn't need."""
@@ -728,7 +728,7 @@ def _smaller(workload: Workload) -> Iterator[Workload]:
         yield replace(workload, options={**workload.options, "max_num_mixed_tokens": 0})
 
 
-# ---------------------------------------------------------------------- for hours
+# for hours
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ def test_random_workloads_on_a_late_device_answer_as_alone(fuzzer: Fuzzer) -> No
     assert fuzzer.counts["faults raised"] >= 3
 
 
-# ---------------------------------------------------------------- launches that break off
+# launches that break off
 
 BREAKS = ((pinned.StepSlots, "fill"), (StepGraphs, "replay"), (pinned.StepSlots, "launched"))
 PROMPTS = [[5, 6, 7], [8, 9], list(range(20, 45)), [11]]
@@ -95,7 +95,7 @@ def test_turns_that_are_not_resynchronised_are_caught(monkeypatch: pytest.Monkey
         check_breaks(range(1, 6))
 
 
-# ---------------------------------------------------------------- planted mistakes
+# planted mistakes
 
 
 def overwrite_the_one_before(

@@ -65,7 +65,7 @@ def run_out(*args: object, **options: object) -> None:
     raise OutOfMemory("out of memory for a test")
 
 
-# ---------------------------------------------------------------------- memory runs out
+# memory runs out
 
 
 def fail_at_warm_up(patch: pytest.MonkeyPatch) -> None:
@@ -196,7 +196,7 @@ def test_network_larger_than_memory_is_named(folder: Path, tmp_path: Path) -> No
     assert len(answers(open_llm(folder))) == 3
 
 
-# ---------------------------------------------------------------------- ranks die
+# ranks die
 
 
 def verbs() -> dict[str, Callable[[LLM, dict[str, torch.Tensor]], object]]:
@@ -270,7 +270,7 @@ def test_full_dev_shm_does_not_matter(tmp_path: Path) -> None:
     assert (done.stdout, done.returncode) == ("No space left on device\n1\n", 0), done.stderr
 
 
-# ---------------------------------------------------------------------- hostile files
+# hostile files
 
 
 def header_of(content: bytes) -> tuple[dict[str, dict[str, object]], bytes]:

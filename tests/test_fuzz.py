@@ -43,7 +43,7 @@ def test_soak_runs_on_a_laptop() -> None:
     assert result["equal to a lone run"] > 0
 
 
-# ---------------------------------------------------------------------- planted mistakes
+# planted mistakes
 
 
 def swap_first_two(self: Scheduler, step: Step, token_ids: list[int]) -> list[Sequence]:

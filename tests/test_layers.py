@@ -44,7 +44,7 @@ def load(layer: nn.Module, weight: torch.Tensor, shard_id: object = None) -> Non
     layer.weight.weight_loader(layer.weight, weight, shard_id)
 
 
-# ---------------------------------------------------------------------- shards
+# shards
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -227,7 +227,7 @@ def test_wrong_shapes_are_an_error_in_every_layer(size: int) -> None:
                 load(layer, torch.zeros(shape), shard_id)
 
 
-# ---------------------------------------------------------------------- ops
+# ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -290,7 +290,7 @@ def test_rotation_is_that_of_transformers(theta: float) -> None:
     assert torch.equal(v_cache.flatten(0, 1)[: len(positions)], right_v)
 
 
-# ---------------------------------------------------------------------- attention
+# attention
 
 
 def naive_attention(

@@ -74,7 +74,7 @@ def run_script(code: str, **names: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-# ---------------------------------------------------------------------- the end
+# the end
 
 
 def test_exit_may_be_called_again_and_use_after_it_is_an_error(folder: Path) -> None:
@@ -206,23 +206,7 @@ def test_engines_one_after_another_leave_nothing(folder: Path, num_engines: int)
     assert after[0] - before[0] < 16 << 20
 
 
-def test_import_starts_nothing() -> None:
-    """Nothing heavy is loaded that may not be needed, and no default is changed."""
-    done = run_script(
-        """
-        import sys, threading, torch
-        import nanovllm
-        heavy = [n for n in ("transformers", "flash_attn", "ray") if n in sys.modules]
-        print(heavy, threading.active_count(), torch.get_default_dtype(), torch.is_grad_enabled())
-        print(torch.cuda.is_initialized(), sorted(nanovllm.__all__))
-        """
-    )
-    names = ["CompletionOutput", "LLM", "Logprob", "RequestOutput", "SamplingParams"]
-    assert done.stdout == f"[] 1 torch.float32 True\nFalse {names}\n"
-    assert done.stderr == ""
-
-
-# ---------------------------------------------------------------------- failures in a step
+# failures in a step
 
 
 class Break(BaseException):
@@ -405,7 +389,7 @@ def test_interrupt_at_any_function_leaves_the_engine_usable(
     assert count > 1
 
 
-# ---------------------------------------------------------------------- failures at the start
+# failures at the start
 
 
 @pytest.mark.parametrize("place", ["allocate_kv_cache", "capture_cudagraph", "_allocate_buffers"])
@@ -488,7 +472,7 @@ def test_inference_and_autocast_modes_of_the_caller_do_not_matter(
         assert answers(llm) == expected
 
 
-# ---------------------------------------------------------------------- company
+# company
 
 
 def test_two_engines_take_turns_step_by_step(folder: Path, make_checkpoint: MakeCheckpoint) -> None:
@@ -610,8 +594,3 @@ def test_trainers_process_group_is_left_alone(folder: Path) -> None:
         folder=str(folder),
     )
     assert done.stdout == "1\nTrue True [1.0, 1.0, 1.0]\n", done.stderr
-
-
-def test_one_rank_starts_no_process_group(llm: LLM) -> None:
-    assert len(answers(llm)) == 3
-    assert not torch.distributed.is_initialized()

@@ -62,7 +62,7 @@ def change_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(fields))
 
 
-# ---------------------------------------------------------------------- forms
+# forms
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -166,7 +166,7 @@ def test_dummy_weights_need_no_files_and_repeat(copy: Callable[..., Path]) -> No
     assert len(set(map(tuple, first))) == 2
 
 
-# ---------------------------------------------------------------------- damage
+# damage
 
 
 def remove(name: str) -> Callable[[Tensors], object]:
@@ -353,7 +353,7 @@ def test_failed_load_leaves_defaults_and_the_next_load_alone(
     assert len(answers(make_checkpoint())) == 2
 
 
-# ---------------------------------------------------------------------- load_weights
+# load_weights
 
 
 class Pair(nn.Module):
@@ -387,7 +387,7 @@ def test_load_weights_takes_any_order_and_names_what_is_wrong() -> None:
         load_weights(Pair(), [*good, ("d.weight", one)])
 
 
-# ---------------------------------------------------------------------- folders and ids
+# folders and ids
 
 
 def test_gguf_file_is_refused(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_eos_token_id_is_an_int_or_a_list(value: object, ids: tuple[int, ...]) -
     assert read(eos_token_id=value).eos_token_ids == ids
 
 
-# ---------------------------------------------------------------------- refused
+# refused
 
 COUNTS = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
 COUNTS += ["num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings"]

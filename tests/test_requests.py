@@ -70,7 +70,7 @@ def check_idle(llm: LLM) -> None:
     check(len(tokens_of(llm, [1, 2, 3])[0]) == 8)
 
 
-# ---------------------------------------------------------------------- refused
+# refused
 
 GOOD = [5, 6, 7]
 REFUSED = {
@@ -254,7 +254,7 @@ def test_errors_without_asserts() -> None:
     assert int(passed[1]) > len(REFUSED)
 
 
-# ---------------------------------------------------------------------- forms of prompts
+# forms of prompts
 
 
 def test_no_prompts_give_no_outputs(llm: LLM) -> None:
@@ -312,7 +312,7 @@ def test_params_have_defaults_and_stay_as_they_were(llm: LLM) -> None:
     assert len({tuple(output.token_ids) for output in outputs}) == 1
 
 
-# ---------------------------------------------------------------------- lengths and order
+# lengths and order
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_few_rows_serve_many_requests(folder: Path, max_num_seqs: int) -> None:
         assert tokens_of(llm, prompts) == expected
 
 
-# ---------------------------------------------------------------------- steps and aborts
+# steps and aborts
 
 
 def test_step_on_an_empty_engine_does_nothing(llm: LLM) -> None:
@@ -435,7 +435,7 @@ def test_queued_requests_keep_generate_out(llm: LLM) -> None:
     check_idle(llm)
 
 
-# ---------------------------------------------------------------------- prefix cache
+# prefix cache
 
 
 @pytest.mark.parametrize("length", [16, 32, 128, 256])

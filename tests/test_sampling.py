@@ -51,7 +51,7 @@ def run(llm: LLM, prompts: list[list[int]], params: object) -> list[list[int]]:
     return [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
-# ---------------------------------------------------------------------- greedy
+# greedy
 
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 1e-6, 9e-6])
@@ -101,7 +101,7 @@ def test_token_that_cannot_be_is_never_drawn(llm: LLM, monkeypatch: pytest.Monke
     assert {token for tokens in answers for token in tokens} == {0, 1}
 
 
-# ---------------------------------------------------------------------- seeds
+# seeds
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +188,7 @@ def test_drawn_tokens_follow_the_distribution(llm: LLM, monkeypatch: pytest.Monk
     assert distance < 1.25 * by_chance
 
 
-# ---------------------------------------------------------------------- several samples
+# several samples
 
 
 def test_samples_differ_repeat_and_share_the_prompt(folder: Path) -> None:
@@ -222,7 +222,7 @@ def test_more_samples_than_rows_come_back_whole(folder: Path) -> None:
     assert all(len(s.token_ids) == 12 and s.finished() for o in outputs for s in o.outputs)
 
 
-# ---------------------------------------------------------------------- ends by token
+# ends by token
 
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])

@@ -63,7 +63,7 @@ def use_all_of(folder: Path) -> None:
         llm.chat([{"role": "user", "content": "x"}], GREEDY, use_tqdm=False)
 
 
-# ---------------------------------------------------------------------- a folder is data
+# a folder is data
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_package_unpickles_and_evaluates_nothing() -> None:
     assert found == []
 
 
-# ---------------------------------------------------------------------- channels are private
+# channels are private
 
 
 class OneMessage:

@@ -185,7 +185,7 @@ def test_engines_that_start_at_once_do_not_collide(make_checkpoint, num_engines:
     assert shared_memory_names() == names
 
 
-# ------------------------------------------------------------------ when a rank fails
+# when a rank fails
 
 
 @pytest.mark.parametrize("repeat", REPEATS)

@@ -5,8 +5,10 @@ with their params, all before anything is queued: a call either runs whole or ha
 """
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
+from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logprobs import LogprobLog
 from nanovllm.engine.request import (
@@ -22,6 +24,7 @@ from nanovllm.engine.scheduler import check_fits
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.settings import RunnerSettings
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.model_folder import resolve_model_folder
 from nanovllm.utils.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -182,6 +185,15 @@ class InputProcessor:
             stop_token_ids=sorted(stops),
             bad_words=self._bad_words(params),
         )
+
+
+def load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
+    """The tokenizer that was asked for, else that of the model's folder."""
+    if config.skip_tokenizer_init:
+        return None
+    if config.tokenizer is not None:
+        folder = resolve_model_folder(config.tokenizer)
+    return Tokenizer.from_folder(folder)
 
 
 def naming(name: str, function: Callable[..., Result], *args: object) -> Result:

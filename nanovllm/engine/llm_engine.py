@@ -20,14 +20,13 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.input_processor import InputProcessor
+from nanovllm.engine.input_processor import InputProcessor, load_tokenizer
 from nanovllm.engine.logprobs import read_rows
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.request import Prompt, Request, Sample
@@ -37,8 +36,7 @@ from nanovllm.engine.settings import RunnerSettings, resolve_settings
 from nanovllm.engine.worker import Pending, WorkerGroup, start_workers
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.model_folder import eos_token_ids, read_json, resolve_model_folder
-from nanovllm.utils.tokenizer import Tokenizer
+from nanovllm.utils.model_folder import eos_token_ids, read_json
 
 logger = logging.getLogger("nanovllm")
 
@@ -95,7 +93,7 @@ class LLMEngine:
         settings = resolve_settings(config)
         self.model_config, self.max_model_len = settings.model_config, settings.max_model_len
         self._max_num_mixed_tokens = settings.max_num_mixed_tokens
-        self.tokenizer = _load_tokenizer(config, settings.folder)
+        self.tokenizer = load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         # Qwen3's generation_config lists two, of which its config.json and tokenizer name one each.
         self.eos_token_ids = frozenset(self.model_config.eos_token_ids).union(
@@ -130,7 +128,7 @@ class LLMEngine:
         self._start_over()
         self._log_choices()
 
-    # ------------------------------------------------------------------ requests
+    # requests
 
     def make_requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Request]:
         """Check prompts and params and build their requests, without queueing any.
@@ -226,7 +224,7 @@ class LLMEngine:
         """Whether no request is queued or running."""
         return not self._requests
 
-    # ------------------------------------------------------------------ steps
+    # steps
 
     def step(self, deltas: bool = False) -> list[RequestOutput]:
         """Launch the next step and process the one before it.
@@ -331,7 +329,7 @@ class LLMEngine:
             if sample is not None and sample.request.first_token_time is None:
                 sample.request.first_token_time = now
 
-    # ------------------------------------------------------------------ state
+    # state
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.
@@ -513,14 +511,6 @@ def start_runner(settings: RunnerSettings) -> ModelRunner | WorkerGroup:
     """A lone rank in this process, or a process for each of several."""
     size = settings.config.tensor_parallel_size
     return start_workers(settings, size) if size > 1 else ModelRunner(settings)
-
-
-def _load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:
-    if config.skip_tokenizer_init:
-        return None
-    if config.tokenizer is not None:
-        folder = resolve_model_folder(config.tokenizer)
-    return Tokenizer.from_folder(folder)
 
 
 def _longest_first(request: Request) -> int:

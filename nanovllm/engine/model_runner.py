@@ -151,7 +151,7 @@ class ModelRunner:
         """Whether `launch` returns when the step is done, as on a CPU, or when it is enqueued."""
         return self.device.type == "cpu"
 
-    # ------------------------------------------------------------------ start-up
+    # start-up
 
     def _allocate_buffers(self) -> None:
         """Everything of fixed size and address that steps use."""
@@ -330,7 +330,7 @@ class ModelRunner:
         utilization = self.settings.config.gpu_memory_utilization
         return num_blocks_on_gpu(memory, utilization=utilization, block_bytes=self.block_bytes)
 
-    # ------------------------------------------------------------------ CUDA graphs
+    # CUDA graphs
 
     @property
     def _wants_graphs(self) -> bool:
@@ -370,7 +370,7 @@ class ModelRunner:
             self.synchronize()
             self.slots.resync()  # shapes ran, and took turns, that no slot was filled for
 
-    # ------------------------------------------------------------------ steps
+    # steps
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         """Run one step and return a token for each lane."""
@@ -488,7 +488,7 @@ class ModelRunner:
         logits = self.run_model(inputs)
         return logits, self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.ends)
 
-    # ------------------------------------------------------------------ steps of fixed shape
+    # steps of fixed shape
 
     def _run_shape(self, shape: StepShape) -> None:
         """What a graph holds: from the slot's wire to the tokens in the slot."""
@@ -548,7 +548,7 @@ class ModelRunner:
             self.uploads.upload(packed, target)
         return list(target.split(lengths))
 
-    # ------------------------------------------------------------------ between requests
+    # between requests
 
     def load_weights(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -571,7 +571,7 @@ class ModelRunner:
         self._bind_pool(num_blocks)
         self.capture_cudagraph()
 
-    # ------------------------------------------------------------------ end
+    # end
 
     def synchronize(self) -> None:
         """Wait for everything launched."""

@@ -184,7 +184,7 @@ class SecondPass:
             sample(drawn, state.temperatures[:num_rows], state.seeds[:num_rows], history.num_tokens)
         _pack(logits, tokens, num_top=1)
 
-    # ------------------------------------------------------------------ rows
+    # rows
 
     def _add(self, record: RowRecord) -> None:
         row, params = record.row, record.params
@@ -261,7 +261,7 @@ class SecondPass:
         vocab_size = self._lm_head.vocab_size
         return vocab_size if wish < 0 else min(wish, vocab_size)
 
-    # ------------------------------------------------------------------ device work
+    # device work
 
     def _draw(self, draw: _Draw, result: StepResult, max_num_tokens: int) -> None:
         lanes, rows = draw.lanes.lanes, draw.lanes.rows

@@ -136,7 +136,7 @@ _TYPES_KEPT: dict[str, type[Exception]] = {
 }
 
 
-# ---------------------------------------------------------------------- the caller's side
+# the caller's side
 
 
 def start_workers(
@@ -212,7 +212,7 @@ class WorkerGroup:
         # Also runs at the interpreter's end, and when an engine is dropped without exit().
         self._end = weakref.finalize(self, _end_ranks, channel, processes, os.getpid())
 
-    # ------------------------------------------------------------------ a ModelRunner's verbs
+    # a ModelRunner's verbs
 
     def allocate_kv_cache(self) -> int:
         """As ModelRunner's; the ranks have agreed on the number."""
@@ -268,7 +268,7 @@ class WorkerGroup:
         """End all ranks, within seconds whatever state they are in. Again does nothing."""
         self._end()
 
-    # ------------------------------------------------------------------ around them
+    # around them
 
     def wait_until_ready(self) -> None:
         """Wait for every rank to be built."""
@@ -460,7 +460,7 @@ def _kill(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-# ---------------------------------------------------------------------- a rank's side
+# a rank's side
 
 
 def run_rank(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm.kernels.compiling import row_stride
 from nanovllm.kernels.optional_triton import tl, triton
 
 BLOCK = 1024
@@ -39,10 +40,8 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     num_tokens, intermediate = x.shape[0], x.shape[1] // 2
     out = torch.empty((num_tokens, intermediate), dtype=x.dtype, device=x.device)
     if num_tokens:
-        # The stride of a single row is free in torch, and must not specialise the kernel anew.
-        row_stride = x.stride(0) if num_tokens > 1 else 2 * intermediate
         silu_and_mul_kernel[(num_tokens, triton.cdiv(intermediate, BLOCK))](
-            x, out, row_stride, INTERMEDIATE=intermediate, BLOCK=BLOCK, num_warps=4
+            x, out, row_stride(x), INTERMEDIATE=intermediate, BLOCK=BLOCK, num_warps=4
         )
     return out
 

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 import torch
 
+from nanovllm.kernels.compiling import row_stride
 from nanovllm.kernels.norm import rms_norm_torch
 from nanovllm.kernels.optional_triton import tl, triton
 
@@ -103,8 +104,7 @@ def all_reduce_add_rms_norm(
         block = max(triton.next_power_of_2(hidden), _MIN_BLOCK)
         all_reduce_add_rms_norm_kernel[(num_rows,)](
             x, residual, weight, out, inbox.own[turn], inbox.addresses[turn], inbox.rank,
-            x.stride(0) if num_rows > 1 else hidden,
-            residual.stride(0) if num_rows > 1 else hidden, inbox.own.stride(1), eps,
+            row_stride(x), row_stride(residual), inbox.own.stride(1), eps,
             SIZE=size, HIDDEN=hidden, BLOCK_SIZE=triton.next_power_of_2(size), BLOCK_HIDDEN=block,
             EMPTY=EMPTY, MAX_SPINS=_MAX_SPINS, num_warps=min(block // 256, 8),
         )  # fmt: skip

@@ -153,3 +153,11 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def row_stride(x: torch.Tensor) -> int:
+    """Elements from one row of x, (rows, columns), to the next, as launchers pass it.
+
+    That of a single row is free in torch, and a new value might specialise a kernel anew.
+    """
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -60,20 +60,18 @@ class DecodeTuning:
     block_n: int  # keys a tile
     num_warps: int
     num_stages: int  # tiles in flight, K and V each
-    min_chunk: int  # tokens, a multiple of block_n: shorter chunks cost more than they balance
-    spare_items: int  # work items beyond one a lane; more of them where KV heads are fewer than 8
+    min_chunk: int = 128  # tokens, a multiple of block_n; shorter ones cost more than they balance
+    spare_items: int = 64  # work items beyond one a lane; more where KV heads are fewer than 8
     programs_per_sm: float = 4.6  # that run at once, a little less than do
 
 
-def decode_tuning(
-    group: int, head_dim: int, block_size: int, element_bytes: int = 2
-) -> DecodeTuning:
-    """Return the constants for `group` query heads a KV head; tuned on one H200 in bfloat16."""
+def decode_tuning(head_dim: int, element_bytes: int = 2) -> DecodeTuning:
+    """Return the constants for a cache; tuned on one H200 in bfloat16."""
     if element_bytes > 2:
-        return DecodeTuning(block_n=32, num_warps=8, num_stages=2, min_chunk=128, spare_items=64)
+        return DecodeTuning(block_n=32, num_warps=8, num_stages=2)
     if head_dim > 128:
-        return DecodeTuning(block_n=64, num_warps=4, num_stages=2, min_chunk=128, spare_items=64)
-    return DecodeTuning(block_n=32, num_warps=2, num_stages=4, min_chunk=128, spare_items=64)
+        return DecodeTuning(block_n=64, num_warps=4, num_stages=2)
+    return DecodeTuning(block_n=32, num_warps=2, num_stages=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +117,7 @@ class DecodePlan:
         """
         check_heads(num_q_heads, num_kv_heads, head_dim, block_size)
         if tuning is None:
-            tuning = decode_tuning(
-                num_q_heads // num_kv_heads, head_dim, block_size, dtype.itemsize
-            )
+            tuning = decode_tuning(head_dim, dtype.itemsize)
         if tuning.min_chunk % tuning.block_n:
             raise ValueError(
                 f"min_chunk is {tuning.min_chunk}, must be a multiple of block_n, {tuning.block_n}"

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.kernels.activation import silu_and_mul_torch
+from nanovllm.kernels.compiling import row_stride
 from nanovllm.kernels.norm import rms_norm_torch
 from nanovllm.kernels.optional_triton import tl, triton
 
@@ -211,8 +212,7 @@ def _launch(
     if out is None:
         out = torch.empty((num_rows, out_features), dtype=x.dtype, device=x.device)
     norm_weight, eps = norm or (weight, 0.0)
-    row_stride = x.stride(0) if num_rows > 1 else in_features
-    arguments = (x, weight, norm_weight, out, row_stride, num_rows, eps)
+    arguments = (x, weight, norm_weight, out, row_stride(x), num_rows, eps)
     constants = {
         "N": out_features,
         "K": in_features,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm.kernels.compiling import row_stride
 from nanovllm.kernels.optional_triton import tl, triton
 from nanovllm.kernels.store_kvcache import check_kv_cache, store_kvcache_torch
 
@@ -40,7 +41,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if num_tokens:
         block = triton.next_power_of_2(hidden)
         rms_norm_kernel[(num_tokens,)](
-            x, x, weight, out, _row_stride(x), 0, eps, HIDDEN=hidden, BLOCK_HIDDEN=block,
+            x, x, weight, out, row_stride(x), 0, eps, HIDDEN=hidden, BLOCK_HIDDEN=block,
             HAS_RESIDUAL=False, num_warps=_num_warps(block),
         )  # fmt: skip
     return out
@@ -79,7 +80,7 @@ def add_rms_norm(
     if num_tokens:
         block = triton.next_power_of_2(hidden)
         rms_norm_kernel[(num_tokens,)](
-            x, residual, weight, out, _row_stride(x), _row_stride(residual), eps, HIDDEN=hidden,
+            x, residual, weight, out, row_stride(x), row_stride(residual), eps, HIDDEN=hidden,
             BLOCK_HIDDEN=block, HAS_RESIDUAL=True, num_warps=_num_warps(block),
         )  # fmt: skip
     return out, residual
@@ -148,10 +149,11 @@ def qk_norm_rope_store(
 
     Args:
         qkv: (tokens, (num_q_heads + 2·num_kv_heads)·head_dim): queries, keys, values; rows may be
-        strided. q_weight, k_weight: (head_dim,) norm weights, shared by all heads.
+            strided.
+        q_weight, k_weight: (head_dim,) norm weights, shared by all heads.
         eps: added to the mean of squares.
-        cos_sin_cache: (max_position, head_dim) float32, contiguous: cosines, then sines, head_dim /
-            2 of each.
+        cos_sin_cache: (max_position, head_dim) float32, contiguous: cosines, then sines, half of
+            head_dim each.
         positions: (tokens,) int32 or int64, position of each token in its sequence.
         k_cache, v_cache: (num_blocks, block_size, num_kv_heads, head_dim), **written in place**;
             the same strides, elements of a head adjacent. Otherwise any layout, so a transposed
@@ -177,7 +179,7 @@ def qk_norm_rope_store(
         heads_per_program = _heads_per_program(num_q_heads, num_kv_heads)
         qk_norm_rope_store_kernel[(num_tokens, num_heads // heads_per_program)](
             qkv, q_weight, k_weight, cos_sin_cache, positions, slot_mapping, q, k_cache, v_cache,
-            _row_stride(qkv), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+            row_stride(qkv), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             BLOCK_SIZE=k_cache.shape[1], BLOCK_HEADS=heads_per_program,
             BLOCK_HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
@@ -316,13 +318,6 @@ def _heads_per_program(num_q_heads: int, num_kv_heads: int) -> int:
 def _num_warps(block: int) -> int:
     """Warps for a row of `block` elements: 8 elements a thread, one 16-byte load in bfloat16."""
     return min(max(block // 256, 1), 8)
-
-
-def _row_stride(x: torch.Tensor) -> int:
-    """Row stride of x; that of a single row is free in torch, and must not specialise a kernel
-    anew.
-    """
-    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _check_rows(x: torch.Tensor, width: int, name: str) -> None:

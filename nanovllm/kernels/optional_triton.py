@@ -6,8 +6,9 @@ reference is what CPU installs run, and off Linux they have no Triton: there `@t
 object that raises an ImportError naming the remedy when it is launched, and importing costs
 nothing. Kernel modules begin with
 
-    from __future__ import annotations            # `tl.constexpr` in a signature is then never
-    evaluated from nanovllm.kernels.optional_triton import tl, triton
+    from __future__ import annotations  # so that `tl.constexpr` in a signature isn't evaluated
+
+    from nanovllm.kernels.optional_triton import tl, triton
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ class StepBuffers:
         )
 
 
-# ---- The host's words
+# The host's words
 
 
 class WireParts(NamedTuple):
@@ -279,7 +279,7 @@ def commit_tokens_kernel(
     tl.store(turn_ptr, (turn + 1) % num_slots)
 
 
-# ---- Changes
+# Changes
 
 
 def apply_updates(wire: torch.Tensor, state: RowState) -> None:
@@ -339,7 +339,7 @@ def apply_updates_kernel(
         tl.store(block_tables_ptr + row * table_stride + column, block, mask=mask)
 
 
-# ---- Inputs
+# Inputs
 
 
 def step_inputs(

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.compiling import row_stride
 from nanovllm.kernels.optional_triton import tl, triton
 
 GREEDY_BELOW = 1e-5  # temperatures under this take the largest logit
@@ -89,7 +90,7 @@ def sample(
     if num_rows:
         sample_kernel[(splits, num_rows)](
             logits, temperatures, seeds, positions, values, token_ids,
-            logits.stride(0) if num_rows > 1 else vocab, vocab, vocab_start, tiles_per_split,
+            row_stride(logits), vocab, vocab_start, tiles_per_split,
             BLOCK_COUNTERS=BLOCK_COUNTERS, GREEDY_BELOW=GREEDY_BELOW,
             FAST_LOG2=logits.is_cuda, num_warps=NUM_WARPS,
         )  # fmt: skip

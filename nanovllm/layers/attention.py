@@ -35,7 +35,10 @@ class Attention(nn.Module):
         self.k_cache, self.v_cache = k_cache, v_cache
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v, (tokens, kv_heads, head_dim), and attend; see `attend`."""
+        """Store k and v, (tokens, kv_heads, head_dim), and attend; see `attend`.
+
+        Qwen3 calls `attend` alone, since the kernel that norms and rotates stores k and v too.
+        """
         store = store_kvcache if k.is_cuda else store_kvcache_torch
         store(k, v, self.k_cache, self.v_cache, get_context().slot_mapping)
         return self.attend(q)

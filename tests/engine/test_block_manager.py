@@ -42,7 +42,7 @@ def compute(blocks: BlockManager, seq: Sequence) -> None:
     blocks.hash_blocks(seq)
 
 
-# ---------------------------------------------------------------- allocate and free
+# allocate and free
 
 
 def test_blocks_are_given_for_all_known_tokens() -> None:
@@ -88,7 +88,7 @@ def test_double_free_is_refused() -> None:
         blocks.deallocate(seq)
 
 
-# ---------------------------------------------------------------- the next token's block (C15)
+# the next token's block (C15)
 
 
 @pytest.mark.parametrize("block_size", [4, 256])
@@ -115,7 +115,7 @@ def test_block_is_taken_only_for_the_token_that_begins_it(
         assert not blocks.needs_block(seq)
 
 
-# ---------------------------------------------------------------- sharing
+# sharing
 
 
 def test_common_prefix_is_shared_and_counted() -> None:
@@ -222,7 +222,7 @@ def test_sequence_that_must_run_whole_shares_nothing_but_is_shared() -> None:
     assert admit(blocks, [*A, *B, 8]).num_cached_tokens == 8
 
 
-# ---------------------------------------------------------------- eviction
+# eviction
 
 
 def test_block_free_longest_is_reused_first_and_tails_before_heads() -> None:
@@ -283,7 +283,7 @@ def test_reset_forgets_all_content() -> None:
     assert admit(blocks, [*A, 9]).num_cached_tokens == 0
 
 
-# ---------------------------------------------------------------- hashes
+# hashes
 
 
 def test_hash_depends_on_tokens_and_on_what_precedes() -> None:
@@ -303,7 +303,7 @@ def test_collision_costs_a_miss_and_never_a_wrong_block(monkeypatch: pytest.Monk
     blocks.check_invariants()
 
 
-# ---------------------------------------------------------------- check_invariants
+# check_invariants
 
 
 def lose_block(blocks: BlockManager, seq: Sequence) -> None:
@@ -355,7 +355,7 @@ def test_check_invariants_notices(corrupt: Callable[[BlockManager, Sequence], No
         blocks.check_invariants([seq])
 
 
-# ---------------------------------------------------------------- against a model
+# against a model
 
 
 class ModelBlock:

@@ -64,7 +64,7 @@ def test_thousands_of_worlds_answer_as_alone() -> None:
         assert counts[f"aborts {stage}"] >= 20, f"too few aborts of sequences {stage}"
 
 
-# ---------------------------------------------------------------- sequences told late
+# sequences told late
 
 
 class Unasked(Loop):
@@ -151,7 +151,7 @@ def test_sequence_that_is_left_behind_is_caught(monkeypatch: pytest.MonkeyPatch)
         run_told_late_and_at_once(range(NUM_WORLDS_OF_OTHER_MODES), True, True)
 
 
-# ---------------------------------------------------------------- who waits for whom
+# who waits for whom
 
 
 class NobodyWaits(Loop):
@@ -194,7 +194,7 @@ def test_nobody_waits_with_mixed_steps(overlap: bool) -> None:
     assert counts["waits for a row or blocks"] >= 100
 
 
-# ---------------------------------------------------------------- hashes that collide
+# hashes that collide
 
 
 def weak_hash(token_ids: list[int], prefix_hash: int | None = None) -> int:
@@ -217,7 +217,7 @@ def test_colliding_hashes_without_content_check_are_caught(
         run_worlds(range(100))
 
 
-# ---------------------------------------------------------------- mistakes of the block manager
+# mistakes of the block manager
 
 
 class PublishesUnwrittenSlot(BlockManager):
@@ -289,7 +289,7 @@ class IgnoresParent(BlockManager):
             Block.holds = holds
 
 
-# ---------------------------------------------------------------- mistakes of the scheduler
+# mistakes of the scheduler
 
 
 class PublishesTokenInFlight(Scheduler):

@@ -91,7 +91,7 @@ def run_to_end(scheduler: Scheduler) -> list[Sequence]:
     return finished
 
 
-# ---------------------------------------------------------------- what is accepted (C05)
+# what is accepted (C05)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 32, 33])
@@ -115,7 +115,7 @@ def test_largest_accepted_request_runs_to_its_end() -> None:
     assert (seq.num_output_tokens, scheduler.num_preemptions) == (28, 0)
 
 
-# ---------------------------------------------------------------- admission
+# admission
 
 
 def test_empty_scheduler_schedules_nothing() -> None:
@@ -244,7 +244,7 @@ def count_steps_between_tokens(scheduler: Scheduler, seq: Sequence) -> list[int]
     return waits[:-1]
 
 
-# ---------------------------------------------------------------- prompts in groups
+# prompts in groups
 
 
 def full_house(max_tokens: Iterable[int], num_waiting: int) -> Scheduler:
@@ -309,7 +309,7 @@ def test_prompts_do_not_wait_where_no_one_runs() -> None:
     assert prefills_of_steps(scheduler, 1) == [1]
 
 
-# ---------------------------------------------------------------- mixed steps
+# mixed steps
 
 
 def test_mixed_step_decodes_and_takes_chunks_of_what_is_left() -> None:
@@ -416,7 +416,7 @@ def test_prompt_half_through_is_preempted_before_anyone_who_runs() -> None:
     assert list(scheduler.waiting) == [prompt]
 
 
-# ---------------------------------------------------------------- what a batch says
+# what a batch says
 
 
 def test_new_row_and_its_blocks_are_told_once() -> None:
@@ -457,7 +457,7 @@ def test_row_of_a_finished_sequence_is_given_to_the_next() -> None:
     assert batch.new_rows.tolist() == [list(new_row(0, 0.5, 1))]
 
 
-# ---------------------------------------------------------------- blocks while decoding (C15)
+# blocks while decoding (C15)
 
 
 @pytest.mark.parametrize("block_size", [4, 256])
@@ -481,7 +481,7 @@ def test_nobody_is_preempted_when_a_block_merely_fills(
     confirm(scheduler, step)
 
 
-# ---------------------------------------------------------------- preemption
+# preemption
 
 
 def three_running(num_blocks: int = 3, enable_prefix_caching: bool = True) -> Scheduler:
@@ -549,7 +549,7 @@ def test_step_in_flight_is_waited_for_before_anyone_is_preempted() -> None:
     assert scheduler.num_preemptions == 2
 
 
-# ---------------------------------------------------------------- prefix cache
+# prefix cache
 
 
 def test_prompts_of_one_step_share_their_prefix() -> None:
@@ -585,7 +585,7 @@ def test_answer_is_a_prefix_that_the_next_turn_finds() -> None:
     assert turn.num_cached_tokens == 8, "9 tokens, the last of which was never stored"
 
 
-# ---------------------------------------------------------------- the end of a sequence
+# the end of a sequence
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -663,7 +663,7 @@ def test_sequences_that_end_together_give_back_in_lane_order() -> None:
     assert [seq.block_table for seq in later] == [[i] for i in range(12)]
 
 
-# ---------------------------------------------------------------- abort (C11)
+# abort (C11)
 
 
 def abort_waiting(scheduler: Scheduler) -> Sequence:
@@ -730,7 +730,7 @@ def test_ending_twice_is_our_bug() -> None:
         scheduler.finish([seq], "abort")
 
 
-# ---------------------------------------------------------------- check_invariants
+# check_invariants
 
 
 def lose_row(scheduler: Scheduler) -> None:
@@ -768,7 +768,7 @@ def test_check_invariants_notices(corrupt: Callable[[Scheduler], None]) -> None:
         scheduler.check_invariants()
 
 
-# ---------------------------------------------------------------- against a model
+# against a model
 
 
 class ModelSequence:

@@ -30,7 +30,7 @@ def start_stubs(settings: StubSettings, size: int = 2) -> WorkerGroup:
     return start_workers(settings, size, build_stub)  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------ when all is well
+# when all is well
 
 
 @pytest.mark.usefixtures("quick_start")
@@ -86,7 +86,7 @@ def test_interrupted_wait_leaves_the_group_usable(monkeypatch: pytest.MonkeyPatc
     group.exit()
 
 
-# ------------------------------------------------------------------ when a rank fails
+# when a rank fails
 
 
 def run_until_it_fails(settings: StubSettings) -> None:
@@ -164,7 +164,7 @@ def test_full_memory_is_an_error_before_any_process(monkeypatch: pytest.MonkeyPa
     assert rank_pids() == {}
 
 
-# ------------------------------------------------------------------ scripts, as a user runs them
+# scripts, as a user runs them
 
 
 def start_script(folder: Path, body: str) -> "subprocess.Popen[str]":
@@ -289,7 +289,7 @@ def test_script_from_standard_input_is_told_to_come_from_a_file(
         start_workers(StubSettings(), 2, build_stub)
 
 
-# ------------------------------------------------------------------ what can be split
+# what can be split
 
 ModelFields = Callable[..., ModelConfig]
 QWEN3 = ModelConfig(

@@ -97,7 +97,7 @@ def without_graphs(llm: LLM) -> Iterator[None]:
     runner.graphs = graphs
 
 
-# ---------------------------------------------------------------------- logits
+# logits
 
 
 class Driver:
@@ -302,7 +302,7 @@ def test_replay_after_a_wider_batch_reads_no_stale_column(folder: Path, backend:
         assert torch.equal(ours, right)
 
 
-# ---------------------------------------------------------------------- float32
+# float32
 
 
 def spread(llm: LLM) -> LLM:
@@ -481,7 +481,7 @@ def test_replaced_weights_need_a_reset_which_running_requests_refuse(folder: Pat
             assert tokens_of(llm, [prompt]) == [after.token_ids]
 
 
-# ---------------------------------------------------------------------- failures and company
+# failures and company
 
 
 def test_error_in_a_step_leaves_the_engine_usable(
@@ -557,7 +557,7 @@ def test_second_engine_and_default_device_do_not_disturb(folder: Path, triton_ll
     assert not torch.distributed.is_initialized()
 
 
-# ---------------------------------------------------------------------- memory
+# memory
 
 
 # What an engine may leave with the allocator: workspaces that cuBLAS keeps for a stream.
@@ -657,7 +657,7 @@ def test_interrupted_capture_is_raised_and_gives_back_its_memory(
     assert torch.cuda.memory_allocated() - before < LEFT_BYTES
 
 
-# ---------------------------------------------------------------------- captures that fail (last:
+# captures that fail (last:
 # what they leave behind would show in every later test)
 
 

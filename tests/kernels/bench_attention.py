@@ -127,7 +127,7 @@ def main() -> None:
             print(row, flush=True)
 
 
-# ---- Timing
+# Timing
 
 
 def graph_seconds(step: Callable[[], None], repeats: int = 10) -> float:
@@ -174,7 +174,7 @@ def measure_copy(pool: torch.Tensor) -> float:
     return 2 * source.nbytes / statistics.median(seconds)
 
 
-# ---- Decode
+# Decode
 
 
 def decode_batch(pool: torch.Tensor, shape: DecodeShape) -> PagedBatch:
@@ -337,7 +337,7 @@ def tune_decode(pool: torch.Tensor, copy_rate: float) -> list[str]:
 
 
 def decode_tunings() -> Iterator[DecodeTuning]:
-    yield decode_tuning(2, HEAD_DIM, 256)
+    yield decode_tuning(HEAD_DIM)
     kernels = [(128, 4, 3), (64, 4, 2), (64, 4, 3), (64, 2, 3), (32, 2, 4), (32, 1, 4)]
     for (block_n, num_warps, num_stages), min_chunk, spare_items in itertools.product(
         kernels, (128, 256), (32, 48, 64, 96, 128)
@@ -374,7 +374,7 @@ def tuning_line(name: str, rates: list[float]) -> str:
     return f"  {name:<70}" + " ".join(f"{rate:7.1%}" for rate in rates)
 
 
-# ---- Prefill
+# Prefill
 
 
 def prefill_batches(

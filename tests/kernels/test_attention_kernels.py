@@ -176,7 +176,7 @@ def assert_rows_close(out: torch.Tensor, expected: torch.Tensor, limit: float) -
     )
 
 
-# ---- The cache write
+# The cache write
 
 
 @interpreted
@@ -225,7 +225,7 @@ def check_store(
     assert torch.equal(stored, key[(slots >= 0).to(device)])
 
 
-# ---- The decode plan
+# The decode plan
 
 
 @interpreted
@@ -269,7 +269,7 @@ def test_chunks_grow_a_little_so_that_all_run_at_once(
     "context_lens", [[131072], [1] * 512, list(range(1, 2049, 4)), [32768, *[7] * 300]]
 )
 def test_decode_plan_on_gpu_lists_every_chunk_once_long_ones_first(context_lens: list[int]) -> None:
-    check_plan(context_lens, decode.decode_tuning(2, 128, 256), "cuda")
+    check_plan(context_lens, decode.decode_tuning(128), "cuda")
 
 
 def check_plan(context_lens: list[int], tuning: decode.DecodeTuning, device: str) -> None:
@@ -299,7 +299,7 @@ def check_plan(context_lens: list[int], tuning: decode.DecodeTuning, device: str
         assert rows == [owned[keys] for keys in chunks]
 
 
-# ---- Decode
+# Decode
 
 
 @interpreted
@@ -434,7 +434,7 @@ def test_decode_on_gpu_repeats_bit_for_bit() -> None:
     assert all(torch.equal(first, case.decode(plan)) for _ in range(50))
 
 
-# ---- Prefill
+# Prefill
 
 
 @interpreted
@@ -541,7 +541,7 @@ def test_runtime_integers_compile_nothing_new() -> None:
     assert counts[1:] == counts[:-1]
 
 
-# ---- Compilation without a GPU
+# Compilation without a GPU
 
 
 @dataclass(frozen=True)
@@ -627,7 +627,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(
         case.compile(capability, element)
 
 
-# ---- Contracts
+# Contracts
 
 
 @compiled

@@ -6,7 +6,6 @@ import torch
 from compiling import CAPABILITIES, DEVICE, compile_for, needs_compiler, needs_launch
 
 from nanovllm.engine.batch import HEADER_WORDS, ScheduledBatch, flatten, new_row
-from nanovllm.kernels import row_state
 from nanovllm.kernels.row_state import (
     RowState,
     StepBuffers,
@@ -64,10 +63,6 @@ def wire_of(num_decodes: int, num_new_rows: int, num_new_blocks: int) -> np.ndar
 def on_device(wire: np.ndarray) -> torch.Tensor:
     """The wire, and behind it what an earlier, longer step left."""
     return torch.from_numpy(np.concatenate((wire, np.full(50, 987_654, np.int32)))).to(DEVICE)
-
-
-def test_header_is_the_batchs() -> None:
-    assert row_state.HEADER_WORDS == HEADER_WORDS
 
 
 @needs_launch
