@@ -46,7 +46,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch_file import RequestReader, parse_line, read_lines
 from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.request import Prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.model_config import ModelConfig
 
 LIBRARIES = ("torch", "triton", "transformers", "flash-attn", "numpy")

@@ -21,7 +21,7 @@ from typing import IO, Literal, NamedTuple, Protocol, cast
 
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import InputProcessor, load_tokenizer
-from nanovllm.engine.request import Prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.settings import resolve_settings
 from nanovllm.llm import as_conversation_list, chat_prompt
 from nanovllm.outputs import CompletionOutput, Logprob, PromptLogprobs, RequestOutput

@@ -17,7 +17,8 @@ from tqdm.auto import tqdm
 from nanovllm.config import Config
 from nanovllm.engine.input_processor import Result, naming
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Prompt, Request
+from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.request import Request
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import Tokenizer

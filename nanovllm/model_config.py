@@ -35,18 +35,13 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ModelConfig":
-        """Read `folder`/config.json.
+    def from_dict(cls, fields: dict[str, object]) -> "ModelConfig":
+        """Normalise the fields of a config.json, as `read_config` returns them.
 
         Raises:
-            ValueError: The file is missing or no JSON object, a field is missing or out of range,
-                or the checkpoint asks for something this project doesn't do.
+            ValueError: A field is missing or out of range, or the checkpoint asks for something
+                this project doesn't do.
         """
-        return cls.from_dict(read_config(folder))
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, object]) -> "ModelConfig":
-        """Normalise the fields of a config.json; see `from_folder`."""
         _refuse_unsupported(fields)
         num_heads = _int(fields, "num_attention_heads", maximum=4096)
         num_kv_heads = _int(fields, "num_key_value_heads", num_heads, maximum=4096)
@@ -96,7 +91,11 @@ class ModelConfig:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """The fields of `folder`/config.json as they stand; see `ModelConfig.from_folder`."""
+    """The fields of `folder`/config.json as they stand.
+
+    Raises:
+        ValueError: The file is missing or holds no JSON object.
+    """
     path = folder / "config.json"
     if not path.exists():
         raise ValueError(f"{path} is missing: {folder} is no checkpoint folder")

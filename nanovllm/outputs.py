@@ -7,7 +7,7 @@ is computed from the attributes and stored nowhere, so the two cannot disagree.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -146,6 +146,18 @@ class RequestOutput(Mapping[str, object]):
 
     def __len__(self) -> int:
         return 2
+
+
+class RunnerDescription(NamedTuple):
+    """What runs the steps, as one rank or all of them say; empty once it is closed."""
+
+    device: str = ""
+    block_bytes: int = 0  # of one KV block, on all ranks described
+    prefill_name: str = ""
+    decode_name: str = ""
+    graph_sizes: Sequence[int] = ()
+    all_reduce: str = ""  # "" on one rank
+    compile_s: float = 0.0  # of start-up, of the slowest rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ from nanovllm.batch_file import (
     report_bad_line,
 )
 from nanovllm.config import Config
-from nanovllm.engine.request import Prompt
+from nanovllm.engine.prompt import Prompt
 from nanovllm.llm import LLM
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams

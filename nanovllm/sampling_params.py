@@ -131,17 +131,23 @@ class SamplingParams:
         )
 
     @property
-    def needs_logits_processing(self) -> bool:
-        """Whether the plain sampler's token isn't enough, so that the row is sampled a second time.
+    def changes_draw(self) -> bool:
+        """Whether logits are changed before the draw, so that the plain sampler's isn't enough.
 
-        prompt_logprobs alone doesn't count: they are read off the prefill and change no draw.
+        min_tokens=1 forbids nothing: a first token may always be the last.
         """
         return (
             self.has_filters
             or self.has_penalties
             or bool(self.logit_bias or self.bad_words)
-            or self.min_tokens > 0
-            or self.logprobs is not None
+            or self.min_tokens > 1
+        )
+
+    @property
+    def is_special(self) -> bool:
+        """Whether a rank must know more of a row than temperature and seed."""
+        return (
+            self.changes_draw or self.logprobs is not None or self.prompt_logprobs is not None
         )
 
     def _check_together(self) -> None:

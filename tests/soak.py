@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.request import derive_seed
+from nanovllm.engine.input_processor import derive_seed
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.kernels.sampling import LOG2_E, sample_torch
 
@@ -136,7 +136,7 @@ class Traffic:
         assert len(token_ids) == params.max_tokens, f"{len(token_ids)} tokens of {params}"
         self.counts["answers"] += 1
         self.counts["tokens"] += len(token_ids)
-        if params.needs_logits_processing or params.prompt_logprobs is not None:
+        if params.is_special:
             return
         self._num_plain += 1
         if self._num_plain % CHECK_EVERY == 1:

@@ -402,7 +402,11 @@ def test_explicit_backend_that_does_not_fit_is_an_error(monkeypatch: pytest.Monk
     for block_size in (1, 8, 24, 100):
         with pytest.raises(ValueError, match=f"power of two of at least 16, not {block_size}"):
             machine.select("triton", block_size=block_size)
+    for head_dim in (8, 300):
+        with pytest.raises(ValueError, match=f"head_dim from 16 to 256, not {head_dim}"):
+            machine.select("triton", head_dim=head_dim)
     # auto takes what fits.
+    assert machine.select("auto", head_dim=512) == ("torch", "torch")
     assert machine.select("auto", block_size=16, dtype=torch.float32) == ("triton", "triton")
     assert machine.select("auto", block_size=7) == ("torch", "torch")
     assert machine.select("triton") == ("triton", "triton")

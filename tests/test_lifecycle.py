@@ -426,11 +426,17 @@ def changed_defaults() -> Iterator[None]:
 def test_users_defaults_neither_matter_nor_change(
     folder: Path, request: pytest.FixtureRequest
 ) -> None:
+    special = SamplingParams(
+        seed=1, top_p=0.9, repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=1,
+        prompt_logprobs=1, max_tokens=4,
+    )  # fmt: skip
     with open_llm(folder) as llm:
-        expected = answers(llm)
+        expected = answers(llm), answers(llm, special)
     request.getfixturevalue("changed_defaults")
     with open_llm(folder) as llm:
-        assert answers(llm) == expected
+        assert (answers(llm), answers(llm, special)) == expected
+        # Nothing to report of a prompt of one token.
+        assert llm.generate([[1]], special, use_tqdm=False)[0].prompt_logprobs == [None]
         assert llm.generate([[1]], GREEDY.replace(temperature=1.0, seed=1), use_tqdm=False)
     assert torch.get_default_dtype() == torch.float64
     assert torch.get_default_device().type == "meta"

@@ -8,7 +8,7 @@ import torch
 from transformers import Qwen3Config
 
 from nanovllm import LLM
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, read_config
 from nanovllm.models import model_class
 
 FIELDS: dict[str, object] = {
@@ -107,7 +107,7 @@ def test_config_written_by_transformers_is_read(tmp_path: Path) -> None:
         architectures=["Qwen3ForCausalLM"],
     )
     config.save_pretrained(tmp_path)
-    ours = ModelConfig.from_folder(tmp_path)
+    ours = ModelConfig.from_dict(read_config(tmp_path))
     assert (ours.head_dim, ours.num_key_value_heads, ours.tie_word_embeddings) == (32, 2, True)
     assert ours.rope_theta == 10000.0
 
@@ -202,7 +202,7 @@ def test_damaged_file_is_refused(tmp_path: Path, text: str | bytes, error: str) 
     path = tmp_path / "config.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=f"config.json.*{error}|config.json {error}"):
-        ModelConfig.from_folder(tmp_path)
+        ModelConfig.from_dict(read_config(tmp_path))
     with pytest.raises(ValueError, match="config.json"):
         LLM(str(tmp_path))
 

@@ -217,11 +217,12 @@ def test_tiny_temperature_is_greedy():
         ({"logit_bias": {1: 1.0}}, True),
         ({"logit_bias": {}}, False),
         ({"bad_words": ["x"]}, True),
-        ({"min_tokens": 1}, True),
-        ({"logprobs": 0}, True),
+        ({"min_tokens": 1}, False),
+        ({"min_tokens": 2}, True),
+        ({"logprobs": 0}, False),
         ({"prompt_logprobs": 1}, False),
         ({"stop": "x", "seed": 1, "stop_token_ids": [1]}, False),
     ],
 )
 def test_only_rows_that_need_it_are_sampled_again(fields, expected):
-    assert SamplingParams(**fields).needs_logits_processing is expected
+    assert SamplingParams(**fields).changes_draw is expected

@@ -19,7 +19,8 @@ from transformers import Qwen3ForCausalLM
 from word_tokenizer import words, write_word_tokenizer
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.request import derive_seed
+from nanovllm.engine.input_processor import derive_seed
+from nanovllm.engine.second_pass import SecondPass
 from nanovllm.kernels.sampling import sample_torch
 
 VOCAB, EOS = 200, 199
@@ -425,3 +426,41 @@ def test_plain_rows_on_a_gpu_are_bit_identical_beside_special_ones(folder, token
         endless = [p.replace(stop_token_ids=(), min_tokens=0, ignore_eos=True) for p in mixed]
         beside = tokens_of(gpu, PROMPTS, endless)
         assert beside[::2] == tokens_of(gpu, PROMPTS, only_plain)[::2]
+
+
+@pytest.mark.parametrize("is_aborted", [False, True])
+def test_request_that_ended_slows_nobody(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_aborted: bool
+) -> None:
+    """What was known of its row lasted until the row was reused: no step was a plain one, and with
+    a prompt half read, none a graph's.
+    """
+    found: list[bool] = []
+
+    def watch(name: str) -> None:
+        asks = getattr(SecondPass, name)
+        monkeypatch.setattr(
+            SecondPass, name, lambda self, batch: found.append(asks(self, batch)) or found[-1]
+        )
+
+    options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 8}
+    with LLM(str(folder), device="cpu", **options) as llm:
+        engine = llm.llm_engine
+        others = [engine.add_request([1], SamplingParams(max_tokens=9, ignore_eos=True))]
+        request_id = engine.add_request(
+            prompt_of(20), SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
+        )
+        others.append(engine.add_request([2], SamplingParams(max_tokens=9, ignore_eos=True)))
+        engine.step()
+        if is_aborted:
+            engine.abort(request_id)
+        while request_id in engine._requests:
+            engine.step()
+        watch("concerns")
+        watch("reads_prompts")
+        finished: list[str] = []
+        while not engine.is_finished():
+            finished += [output.request_id for output in engine.step()]
+    assert sorted(finished) == sorted(others)
+    assert found
+    assert not any(found)

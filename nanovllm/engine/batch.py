@@ -45,14 +45,13 @@ class ScheduledBatch:
     starts: np.ndarray  # (lanes,) position of the first token that the lane runs
     num_tokens: np.ndarray  # (prefill lanes,) tokens that the lane runs; a decode lane runs one
     prompt_tokens: np.ndarray = field(default_factory=lambda: _empty(0))  # of prefill lanes, flat
+    # (n, 4) rows given to another sequence: row, bits of the float32 temperature, and of the seed
+    # the lower and the upper 32 bits
     new_rows: np.ndarray = field(default_factory=lambda: _empty(0, NEW_ROW_WORDS))
-    # (n, 4) rows taken over by another sequence: row, bits of the float32 temperature, seed & 2**32
-    # - 1, seed >> 32
-    new_blocks: np.ndarray = field(default_factory=lambda: _empty(0, NEW_BLOCK_WORDS))
     # (n, 3) what block tables gained: row, index in the row's table, block
+    new_blocks: np.ndarray = field(default_factory=lambda: _empty(0, NEW_BLOCK_WORDS))
+    # (words,) parameters of new rows that need more than temperature and seed; see `row_params`
     row_params: np.ndarray = field(default_factory=lambda: _empty(0))
-    # (words,) sampling parameters of new rows that need more than temperature and seed; see
-    # `engine.row_params`
 
     @property
     def num_prefills(self) -> int:
@@ -136,6 +135,7 @@ class FlatBatch(NamedTuple):
     positions: np.ndarray  # (tokens,) of each token in its sequence
     slot_mapping: np.ndarray  # (tokens,) cache slot of each token
     cu_seqlens_q: np.ndarray  # (lanes + 1,) where each lane's tokens begin
+    cu_seqlens_k: np.ndarray  # (prefill lanes + 1,) the same for the keys that prompts see
     context_lens: np.ndarray  # (lanes,) tokens that the lane's last query may see, itself included
 
 
@@ -161,7 +161,10 @@ def flatten(batch: ScheduledBatch, block_tables: np.ndarray, block_size: int) ->
     lanes = np.repeat(np.arange(batch.num_lanes), num_tokens)
     positions = np.arange(len(lanes), dtype=np.int32) + (batch.starts - cu_seqlens_q[:-1])[lanes]
     slot_mapping = slots_of(block_tables, batch.rows[lanes], positions, block_size)
-    return FlatBatch(positions, slot_mapping, cu_seqlens_q, batch.starts + num_tokens)
+    context_lens = batch.starts + num_tokens
+    cu_seqlens_k = np.zeros(batch.num_prefills + 1, dtype=np.int32)
+    np.cumsum(context_lens[: batch.num_prefills], out=cu_seqlens_k[1:])
+    return FlatBatch(positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, context_lens)
 
 
 def slots_of(

@@ -242,10 +242,10 @@ class BlockManager:
     def _publish(self, seq: Sequence, i: int) -> None:
         hash, token_ids = self._block_hash(seq, i), seq.block(i)
         known_id = self.hash_to_block_id.get(hash)
-        is_known = known_id is not None and self.blocks[known_id].holds(token_ids, seq.content_id)
-        if known_id is not None and is_known:
+        known = self.blocks[known_id] if known_id is not None else None
+        if known is not None and known.holds(token_ids, seq.content_id):
             # The same content computed twice: one identity, so that what follows either is shared.
-            content_id = self.blocks[known_id].content_id
+            content_id = known.content_id
         else:
             self._num_contents += 1
             content_id = self._num_contents

@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.utils.cores import num_cores
 from nanovllm.utils.shared_file import SharedFile
 
 NUM_SLOTS = 8
@@ -37,7 +38,7 @@ _BELL = b"\0"
 # A sleeping process needs some 50 us to wake, a polling one 1 us. Polling this long covers a caller
 # that answers promptly and costs an idle rank nothing to speak of. With few cores, whoever polls
 # may keep the one it waits for from running.
-_SPIN_S = 200e-6 if (os.cpu_count() or 1) >= 8 else 0.0
+_SPIN_S = 200e-6 if num_cores() >= 8 else 0.0
 
 Payload = bytes | bytearray | np.ndarray
 

@@ -8,17 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+import xxhash
+
 from nanovllm.config import Config
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.logprobs import LogprobLog
-from nanovllm.engine.request import (
-    ParsedPrompt,
-    Prompt,
-    Request,
-    Sample,
-    derive_seed,
-    parse_prompt,
-)
+from nanovllm.engine.prompt import ParsedPrompt, Prompt, parse_prompt
+from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.row_params import RowParams
 from nanovllm.engine.scheduler import check_fits
 from nanovllm.engine.sequence import Sequence
@@ -71,7 +68,7 @@ class InputProcessor:
         requests = []
         for i, (prompt, ids, wish) in enumerate(zip(parsed, token_ids, params, strict=True)):
             naming(f"prompt {i}", self._check_request, ids, wish)
-            requests.append(Request("", prompt.text, ids, wish, prompt_index=i))
+            requests.append(Request(prompt.text, ids, wish, prompt_index=i))
         return requests
 
     def make_sample(self, request: Request, number: int, index: int) -> Sample:
@@ -79,25 +76,7 @@ class InputProcessor:
         params = request.params
         if index > 0 and params.prompt_logprobs is not None:  # one sample reports it for all
             params = params.replace(prompt_logprobs=None)
-        is_seeded = params.seed is not None
-        # Seeded: a function of (seed, sample) alone. Else a rerun of the script repeats, and a
-        # second call differs.
-        parts = (params.seed, index) if is_seeded else (self._seed, number, index)
-        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
-        stops = eos_token_ids.union(params.stop_token_ids)
-        seq = Sequence(
-            number,
-            request.prompt_token_ids,
-            block_size=self._block_size,
-            max_total_tokens=self._max_total_tokens(len(request.prompt_token_ids), params),
-            temperature=params.temperature,
-            seed=derive_seed(int(is_seeded), *(part or 0 for part in parts)),
-            stop_token_ids=stops,
-            min_tokens=params.min_tokens,
-            row_params=self._row_params(params, len(request.prompt_token_ids), stops),
-            # Logprobs of a prompt token are read where the token before it runs.
-            reads_prefix_cache=params.prompt_logprobs is None,
-        )
+        seq = self._make_sequence(request.prompt_token_ids, params, number, index)
         detokenizer = None
         if self._tokenizer is not None and params.detokenize:
             detokenizer = Detokenizer(
@@ -114,6 +93,29 @@ class InputProcessor:
         if params.logprobs is not None:
             logprobs = LogprobLog(len(request.prompt_token_ids), decode_token)
         return Sample(request, index, seq, detokenizer, logprobs)
+
+    def _make_sequence(
+        self, prompt_token_ids: list[int], params: SamplingParams, number: int, index: int
+    ) -> Sequence:
+        if params.seed is not None:  # a function of it and the sample alone
+            seed = derive_seed(1, params.seed, index)
+        else:  # a rerun of the script repeats, and a second call differs
+            seed = derive_seed(0, self._seed, number, index)
+        eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
+        stops = eos_token_ids.union(params.stop_token_ids)
+        return Sequence(
+            number,
+            prompt_token_ids,
+            block_size=self._block_size,
+            max_total_tokens=self._max_total_tokens(len(prompt_token_ids), params),
+            temperature=params.temperature,
+            seed=seed,
+            stop_token_ids=stops,
+            min_tokens=params.min_tokens,
+            row_params=self._row_params(params, len(prompt_token_ids), stops),
+            # Logprobs of a prompt token are read where the token before it runs.
+            reads_prefix_cache=params.prompt_logprobs is None,
+        )
 
     def _encode(self, prompts: list[ParsedPrompt]) -> list[list[int]]:
         """Token ids of every prompt; texts are encoded together, on all cores."""
@@ -177,7 +179,7 @@ class InputProcessor:
     def _row_params(
         self, params: SamplingParams, num_prompt_tokens: int, stops: frozenset[int]
     ) -> RowParams | None:
-        if not params.needs_logits_processing and params.prompt_logprobs is None:
+        if not params.is_special:
             return None
         return RowParams(
             params,
@@ -185,6 +187,11 @@ class InputProcessor:
             stop_token_ids=sorted(stops),
             bad_words=self._bad_words(params),
         )
+
+
+def derive_seed(*parts: int) -> int:
+    """A 63-bit seed that is a function of `parts` alone and differs wherever they do."""
+    return xxhash.xxh64_intdigest(np.array(parts, dtype=np.uint64).tobytes()) >> 1
 
 
 def load_tokenizer(config: Config, folder: Path) -> Tokenizer | None:

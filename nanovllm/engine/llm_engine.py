@@ -29,12 +29,13 @@ from nanovllm.config import Config
 from nanovllm.engine.input_processor import InputProcessor, load_tokenizer
 from nanovllm.engine.logprobs import read_rows
 from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.request import Prompt, Request, Sample
+from nanovllm.engine.prompt import Prompt
+from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.settings import RunnerSettings, resolve_settings
 from nanovllm.engine.worker import Pending, WorkerGroup, start_workers
-from nanovllm.outputs import EngineStats, RequestOutput
+from nanovllm.outputs import EngineStats, RequestOutput, RunnerDescription
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.model_folder import eos_token_ids, read_json
 
@@ -49,14 +50,6 @@ _RECOMMENDED = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-
-_STARTUP_PARTS = (
-    "configuration and tokenizer",
-    "weights",
-    "kernels",
-    "warm-up and KV cache",
-    "graphs",
-)
 
 
 class InFlight(NamedTuple):
@@ -92,7 +85,7 @@ class LLMEngine:
         marks = [time.perf_counter()]
         settings = resolve_settings(config)
         self.model_config, self.max_model_len = settings.model_config, settings.max_model_len
-        self._max_num_mixed_tokens = settings.max_num_mixed_tokens
+        self._settings = settings
         self.tokenizer = load_tokenizer(config, settings.folder)
         self.generation_config = read_json(settings.folder / "generation_config.json")
         # Qwen3's generation_config lists two, of which its config.json and tokenizer name one each.
@@ -112,23 +105,19 @@ class LLMEngine:
             self.exit()
             raise
         marks.append(time.perf_counter())
+        self._startup_s = _startup_s(marks, self._runner.describe().compile_s)
         self._inputs = InputProcessor(
             settings, self.tokenizer, self.eos_token_ids, self._num_blocks
         )
-        seconds = [end - start for start, end in itertools.pairwise(marks)]
-        seconds[2:3] = self._runner.compile_s, seconds[2] - self._runner.compile_s
-        self._startup_s = tuple(zip(_STARTUP_PARTS, seconds, strict=True))
         self._in_flight: InFlight | None = None
         self._num_requests = 0
         self._num_prompt_tokens = self._num_cached_tokens = self._num_generated_tokens = 0
         self._num_steps = 0
         self._num_past_preemptions = 0  # of schedulers that were dropped
-        self.last_step = StepCounts()  # of the step that took the last call of `step` its time
+        self.last_step = StepCounts()  # of the step that the last `step()` waited for
         self._is_asleep = False
         self._start_over()
         self._log_choices()
-
-    # requests
 
     def make_requests(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Request]:
         """Check prompts and params and build their requests, without queueing any.
@@ -139,16 +128,16 @@ class LLMEngine:
         """
         return self._inputs.make_requests(prompts, params)
 
-    def add(self, requests: list[Request]) -> list[str]:
-        """Queue requests that `make_requests` built, and return their ids.
+    def add(self, requests: list[Request]) -> None:
+        """Queue requests that `make_requests` built.
 
-        With mixed steps those that may run longest go first, since they are known: the last steps
-        are then full ones. Numbers, and with them seeds, follow the order given.
+        With mixed steps those that may run longest go first, so that the last steps are full ones.
+        Ids, and with them seeds, follow the order given.
         """
         try:
             for request in requests:
                 self._number(request)
-            if self._max_num_mixed_tokens:
+            if self._settings.max_num_mixed_tokens:
                 requests = sorted(requests, key=_longest_first)
             for request in requests:
                 for sample in request.samples:
@@ -156,7 +145,6 @@ class LLMEngine:
         except BaseException:  # Ctrl-C has time to come between the first and the last
             self.abort_all(requests)
             raise
-        return [request.request_id for request in requests]
 
     def _number(self, request: Request) -> None:
         """Give a request its id and its samples."""
@@ -182,7 +170,8 @@ class LLMEngine:
         self.check_usable()
         (request,) = self.make_requests([prompt], [params or SamplingParams()])
         request.prompt_index = None
-        return self.add([request])[0]
+        self.add([request])
+        return request.request_id
 
     def abort(self, request_id: str) -> None:
         """Drop a request wherever it stands; an unknown or finished one is left alone.
@@ -223,8 +212,6 @@ class LLMEngine:
     def is_finished(self) -> bool:
         """Whether no request is queued or running."""
         return not self._requests
-
-    # steps
 
     def step(self, deltas: bool = False) -> list[RequestOutput]:
         """Launch the next step and process the one before it.
@@ -329,8 +316,6 @@ class LLMEngine:
             if sample is not None and sample.request.first_token_time is None:
                 sample.request.first_token_time = now
 
-    # state
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes.
 
@@ -407,7 +392,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """What the engine has done and what it runs on."""
         runner, blocks = self._runner, self.scheduler.block_manager
-        has_cache = not self._is_asleep
+        known = runner.describe() if runner is not None else RunnerDescription()
         return EngineStats(
             num_steps=self._num_steps,
             num_preemptions=self._num_past_preemptions + self.scheduler.num_preemptions,
@@ -419,15 +404,15 @@ class LLMEngine:
             num_kvcache_blocks=self._num_blocks,
             num_free_kvcache_blocks=blocks.num_free_blocks,
             kvcache_block_size=blocks.block_size,
-            kvcache_bytes=runner.block_bytes * self._num_blocks if runner and has_cache else 0,
-            device=str(runner.device) if runner else "",
-            dtype=runner.settings.dtype_name if runner else "",
-            prefill_backend=runner.backend.prefill_name if runner else "",
-            decode_backend=runner.backend.decode_name if runner else "",
-            max_num_mixed_tokens=self._max_num_mixed_tokens,
-            graph_batch_sizes=tuple(runner.graphs.sizes) if runner and runner.graphs else (),
+            kvcache_bytes=0 if self._is_asleep else known.block_bytes * self._num_blocks,
+            device=known.device,
+            dtype=runner.settings.dtype_name if runner is not None else "",
+            prefill_backend=known.prefill_name,
+            decode_backend=known.decode_name,
+            max_num_mixed_tokens=self._settings.max_num_mixed_tokens,
+            graph_batch_sizes=tuple(known.graph_sizes),
             startup_s=self._startup_s,
-            all_reduce=runner.all_reduce if isinstance(runner, WorkerGroup) else "",
+            all_reduce=known.all_reduce,
         )
 
     def count_generated_tokens(self) -> int:
@@ -470,9 +455,9 @@ class LLMEngine:
         self.scheduler = Scheduler(
             num_blocks=self._num_blocks,
             block_size=config.kvcache_block_size,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=self._settings.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            max_num_mixed_tokens=self._max_num_mixed_tokens,
+            max_num_mixed_tokens=self._settings.max_num_mixed_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self._in_flight = None
@@ -511,6 +496,18 @@ def start_runner(settings: RunnerSettings) -> ModelRunner | WorkerGroup:
     """A lone rank in this process, or a process for each of several."""
     size = settings.config.tensor_parallel_size
     return start_workers(settings, size) if size > 1 else ModelRunner(settings)
+
+
+def _startup_s(marks: list[float], compile_s: float) -> tuple[tuple[str, float], ...]:
+    """What start-up was spent on: the times between marks, with compiling told from warming up."""
+    settings_s, weights_s, cache_s, graphs_s = (b - a for a, b in itertools.pairwise(marks))
+    return (
+        ("configuration and tokenizer", settings_s),
+        ("weights", weights_s),
+        ("kernels", compile_s),
+        ("warm-up and KV cache", cache_s - compile_s),
+        ("graphs", graphs_s),
+    )
 
 
 def _longest_first(request: Request) -> int:

@@ -54,6 +54,7 @@ from nanovllm.layers.attention_backend import select_backend
 from nanovllm.layers.linear import num_kv_heads_of_rank
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import build_network
+from nanovllm.outputs import RunnerDescription
 from nanovllm.utils.context import Context, set_context
 from nanovllm.utils.distributed import Communicator
 from nanovllm.utils.loader import initialize_dummy, load_model, update_weights
@@ -62,8 +63,10 @@ from nanovllm.utils.pinned import PinnedRing, Slot, StepSlots
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
 
-# A step of so many runs what the largest runs: ranks sum fewer by kernels of their own.
+# Prompt tokens of a step that launches what the largest does: of fewer, ranks may take the sum by
+# kernels of their own.
 _NUM_TOKENS_OF_MANY = 1024
+_GRAPH_NODE_BYTES = 8 << 20  # of each graph, beside the memory that all of them share
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class StepInputs:
     seeds: torch.Tensor  # (lanes,) int64
     context: Context
     logits: torch.Tensor | None = None  # (lanes, vocabulary) where they are to be written, if fixed
+    keeps_hidden_states: bool = False  # logprobs of a prompt are read off them
 
 
 class PendingTokens:
@@ -115,7 +119,7 @@ class ModelRunner:
         self.tp = tp or Communicator()
         self.settings = settings
         self.block_size = config.kvcache_block_size
-        self.max_num_seqs = config.max_num_seqs
+        self.max_num_seqs = settings.max_num_seqs
         self.device = torch.device(settings.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -165,7 +169,7 @@ class ModelRunner:
         shapes = self._shapes()
         max_tokens = max(shape.num_tokens for shape in shapes)
         max_lanes = max(shape.num_lanes for shape in shapes)
-        self.inputs = StepBuffers.allocate(max_tokens, max_lanes, max_blocks, self.device)
+        self.buffers = StepBuffers.allocate(max_tokens, max_lanes, max_blocks, self.device)
         self.decode_plan = self._allocate_plan() if self.backend.needs_plan else None
         if self.device.type == "cuda":
             # Header; row and start of each lane, and a new block, which a decode lane gains now and
@@ -219,12 +223,12 @@ class ModelRunner:
     def _run_each_kind(self) -> None:
         """Small steps that between them call every kernel. While compiling, calls launch nothing.
 
-        So `inputs` stay zero, which are valid ids, while tokens that are drawn are whatever memory
+        So `buffers` stay zero, which are valid ids, while tokens that are drawn are whatever memory
         holds: nothing here reads them, and they are wiped in the end.
         """
         with _own_modes(self.device):
             self.second_pass.warmup(
-                StepResult(self.logits[:1], self.inputs.ends[:1], self.tokens[:1], None)
+                StepResult(self.logits[:1], self.buffers.ends[:1], self.tokens[:1], None)
             )
             self.wire.zero_()
             num_lanes = sorted({min(n, self.max_num_seqs) for n in ROWS_OF_EACH_KIND})
@@ -243,7 +247,7 @@ class ModelRunner:
         it. Needs a pool of at least one block.
         """
         config = self.settings.config
-        num_lanes = min(self.max_num_seqs, config.max_num_batched_tokens)
+        num_lanes = self.max_num_seqs
         longest = self.settings.max_model_len - 1
         per_lane = min(longest, config.max_num_batched_tokens // num_lanes)
         lengths = [per_lane] * num_lanes
@@ -257,7 +261,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.second_pass.warmup(
-                    StepResult(self.logits, self.inputs.ends, self.tokens, None)
+                    StepResult(self.logits, self.buffers.ends, self.tokens, None)
                 )
 
     def allocate_kv_cache(self) -> int:
@@ -279,6 +283,18 @@ class ModelRunner:
         num_blocks = self.tp.min(num_blocks, self.device)
         self._bind_pool(num_blocks)
         return num_blocks
+
+    def describe(self) -> RunnerDescription:
+        """What the engine's stats tell of this rank."""
+        return RunnerDescription(
+            device=str(self.device),
+            block_bytes=self.block_bytes,
+            prefill_name=self.backend.prefill_name,
+            decode_name=self.backend.decode_name,
+            graph_sizes=self.graphs.sizes if self.graphs is not None else (),
+            all_reduce=self.tp.all_reduce_name,
+            compile_s=self.compile_s,
+        )
 
     @property
     def block_bytes(self) -> int:
@@ -330,8 +346,6 @@ class ModelRunner:
         utilization = self.settings.config.gpu_memory_utilization
         return num_blocks_on_gpu(memory, utilization=utilization, block_bytes=self.block_bytes)
 
-    # CUDA graphs
-
     @property
     def _wants_graphs(self) -> bool:
         is_cuda = self.device.type == "cuda"
@@ -349,8 +363,8 @@ class ModelRunner:
         if graphs is not None:
             graphs.release()
         torch.cuda.empty_cache()
-        # Later, smaller captures share its pool, but each graph's own nodes take some memory too.
-        return max(free_before - free_after, 0) + len(shapes) * (8 << 20)
+        # Later, smaller captures share its pool.
+        return max(free_before - free_after, 0) + len(shapes) * _GRAPH_NODE_BYTES
 
     def capture_cudagraph(self) -> None:
         """Capture a ladder of step shapes, or leave those steps eager."""
@@ -370,8 +384,6 @@ class ModelRunner:
             self.synchronize()
             self.slots.resync()  # shapes ran, and took turns, that no slot was filled for
 
-    # steps
-
     def run(self, batch: ScheduledBatch) -> list[int]:
         """Run one step and return a token for each lane."""
         return self.launch(batch).wait()
@@ -386,15 +398,15 @@ class ModelRunner:
         captured = self._captured_form(batch)
         if captured is not None:
             pending = self._replay(batch, *captured)
-            if self.second_pass.is_idle:
+            if not self.second_pass.concerns(batch):
                 return pending  # what has run so far calls nothing that heeds torch's modes
         with _own_modes(self.device):
             if captured is not None:
-                result = StepResult(self.logits, self.inputs.ends, self.tokens, None)
+                result = StepResult(self.logits, self.buffers.ends, self.tokens, None)
             else:
                 prepare = self.prepare_prefill if batch.num_prefills else self.prepare_decode
                 result = self._run_step(prepare(batch))
-            logprobs = None if self.second_pass.is_idle else self.second_pass.run(batch, result)
+            logprobs = self.second_pass.run(batch, result)
             if captured is None and self.device.type == "cpu":
                 return PendingTokens(result.tokens.numpy(), None, logprobs)
             tokens, event = self.downloads.download(result.tokens)
@@ -403,7 +415,7 @@ class ModelRunner:
     def _captured_form(self, batch: ScheduledBatch) -> tuple[StepShape, np.ndarray] | None:
         """The shape and the wire by which a graph runs `batch`; None: it is run eagerly."""
         shape = self.graphs.shape_for(batch) if self.graphs else None
-        if shape is None or self.second_pass.reads_prompts:  # a graph keeps no hidden states
+        if shape is None or self.second_pass.reads_prompts(batch):  # a graph keeps no hidden states
             return None
         wire = batch.to_wire()
         wire = wire[: len(wire) - len(batch.row_params)]
@@ -419,48 +431,36 @@ class ModelRunner:
     def prepare_prefill(self, batch: ScheduledBatch) -> StepInputs:
         """Inputs of a step with prompt tokens: flattened on the host, uploaded in one copy."""
         flat = flatten(batch, self.block_tables, self.block_size)
-        num_prefills, num_prompt_tokens = batch.num_prefills, len(batch.prompt_tokens)
-        cu_seqlens_k = np.zeros(num_prefills + 1, dtype=np.int32)
-        np.cumsum(flat.context_lens[:num_prefills], out=cu_seqlens_k[1:])
-        wire, positions, slot_mapping, context_lens, cu_seqlens_q, cu_k, prompt_tokens, rows = (
-            self._upload(
-                batch.to_wire(),
-                flat.positions,
-                flat.slot_mapping,
-                flat.context_lens,
-                flat.cu_seqlens_q,
-                cu_seqlens_k,
-                batch.prompt_tokens,
-                batch.rows,
-            )
+        wire, prompt_tokens, rows, positions, slot_mapping, cu_seqlens_q, cu_seqlens_k, ends = (
+            self._upload(batch.to_wire(), batch.prompt_tokens, batch.rows, *flat)
         )
         self._apply_updates(wire)
-        state, rows = self.row_state, rows.long()
-        input_ids = torch.cat((prompt_tokens, state.last_tokens[rows[num_prefills:]]))
+        state, rows, num_prefills = self.row_state, rows.long(), batch.num_prefills
+        if self.decode_plan is not None and batch.num_decodes:
+            self.decode_plan.update(ends[num_prefills:].contiguous())
         context = Context(
             num_prefills=num_prefills,
-            num_prefill_tokens=num_prompt_tokens,
+            num_prefill_tokens=len(prompt_tokens),
             num_decodes=batch.num_decodes,
             slot_mapping=slot_mapping,
             block_tables=state.block_tables[rows],
-            context_lens=context_lens,
+            context_lens=ends,
             cu_seqlens_q=cu_seqlens_q[: num_prefills + 1],
-            cu_seqlens_k=cu_k,
+            cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=int(batch.num_tokens.max()),
             max_seqlen_k=int(flat.context_lens.max()),
             logits_indices=cu_seqlens_q[1:] - 1,
             decode_plan=self.decode_plan,
         )
-        if self.decode_plan is not None and batch.num_decodes:
-            self.decode_plan.update(context_lens[num_prefills:].contiguous())
         return StepInputs(
-            input_ids,
-            positions,
-            rows,
-            context_lens,
-            state.temperatures[rows],
-            state.seeds[rows],
-            context,
+            input_ids=torch.cat((prompt_tokens, state.last_tokens[rows[num_prefills:]])),
+            positions=positions,
+            rows=rows,
+            ends=ends,  # the token to draw comes behind all that its lane sees
+            temperatures=state.temperatures[rows],
+            seeds=state.seeds[rows],
+            context=context,
+            keeps_hidden_states=self.second_pass.reads_prompts(batch),
         )
 
     def prepare_decode(self, batch: ScheduledBatch) -> StepInputs:
@@ -474,7 +474,7 @@ class ModelRunner:
         """Logits of each lane's last token: (lanes, this rank's vocabulary)."""
         with set_context(inputs.context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            self._prompt_hidden_states = hidden_states if self.second_pass.reads_prompts else None
+            self._prompt_hidden_states = hidden_states if inputs.keeps_hidden_states else None
             return self.model.compute_logits(hidden_states, inputs.logits)
 
     def _run_step(self, inputs: StepInputs) -> StepResult:
@@ -488,8 +488,6 @@ class ModelRunner:
         logits = self.run_model(inputs)
         return logits, self.sampler(logits, inputs.temperatures, inputs.seeds, inputs.ends)
 
-    # steps of fixed shape
-
     def _run_shape(self, shape: StepShape) -> None:
         """What a graph holds: from the slot's wire to the tokens in the slot."""
         slots = self.slots
@@ -501,34 +499,34 @@ class ModelRunner:
 
     def _inputs_of(self, shape: StepShape, wire: torch.Tensor, max_context_len: int) -> StepInputs:
         """Inputs of a step of `shape`, in the fixed buffers."""
-        inputs = self.inputs.of(shape)
+        buffers = self.buffers.of(shape)
         fill = step_inputs if self.device.type == "cuda" else step_inputs_torch
-        fill(wire, self.row_state, inputs, shape, self.block_size)
+        fill(wire, self.row_state, buffers, shape, self.block_size)
         if self.decode_plan is not None:
-            self.decode_plan.update(inputs.context_lens[shape.num_prefills :])
+            self.decode_plan.update(buffers.context_lens[shape.num_prefills :])
         context = Context(
             num_prefills=shape.num_prefills,
             num_prefill_tokens=shape.num_prefill_tokens,
             num_decodes=shape.num_decodes,
-            slot_mapping=inputs.slot_mapping,
-            block_tables=inputs.block_tables,
-            context_lens=inputs.context_lens,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
+            slot_mapping=buffers.slot_mapping,
+            block_tables=buffers.block_tables,
+            context_lens=buffers.context_lens,
+            cu_seqlens_q=buffers.cu_seqlens_q,
+            cu_seqlens_k=buffers.cu_seqlens_k,
             max_seqlen_q=max(shape.num_prefill_tokens, 1),
             max_seqlen_k=max_context_len,
-            logits_indices=inputs.logits_indices if shape.num_prefills else None,
+            logits_indices=buffers.logits_indices if shape.num_prefills else None,
             decode_plan=self.decode_plan,
             side_stream=self._side_stream,
         )
         is_cuda = self.device.type == "cuda"
         return StepInputs(
-            inputs.input_ids,
-            inputs.positions,
-            inputs.rows,
-            inputs.ends,
-            inputs.temperatures,
-            inputs.seeds,
+            buffers.input_ids,
+            buffers.positions,
+            buffers.rows,
+            buffers.ends,
+            buffers.temperatures,
+            buffers.seeds,
             context,
             self.logits[: shape.num_lanes] if is_cuda else None,
         )
@@ -547,8 +545,6 @@ class ModelRunner:
             target = torch.empty(len(packed), dtype=torch.int32, device=self.device)
             self.uploads.upload(packed, target)
         return list(target.split(lengths))
-
-    # between requests
 
     def load_weights(
         self, weights: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -571,8 +567,6 @@ class ModelRunner:
         self._bind_pool(num_blocks)
         self.capture_cudagraph()
 
-    # end
-
     def synchronize(self) -> None:
         """Wait for everything launched."""
         if self.device.type == "cuda":
@@ -587,10 +581,10 @@ class ModelRunner:
         for parameter in self.model.parameters():
             # It refers back to its layer, and only the collector would free such a circle.
             del parameter.weight_loader  # type: ignore[attr-defined]
-        names = ("model", "sampler", "kv_cache", "row_state", "inputs", "decode_plan")
-        for name in (*names, "second_pass", "logits"):
+        device = self.device
+        for name in vars(self):  # whoever still holds this runner holds none of its memory
             setattr(self, name, None)
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
 

@@ -1,15 +1,18 @@
 """Who runs this step: admit, chunk, preempt, finish.
 
-Continuous batching decides anew before every step, so a sequence that ends makes room at once. The
-rules are few. Waiting prompts go first, in order, and admission stops at the first that doesn't
-fit; a prompt longer than a step's token budget runs in chunks. Else every running sequence decodes
-one token, as it does at the latest after MAX_PREFILLS_IN_A_ROW steps of prompts. Prompts that found
-no room wait until there is room for a group of them, MAX_STEPS_HELD steps at most: a step of one
-prompt, whose kernels the host launches one by one, takes as long as a step of ten. With
-max_num_mixed_tokens steps are mixed where that makes nothing end later: running sequences decode in
-every step, and prompt chunks ride along. When a running sequence needs a block and none is free,
-the latest admitted one is preempted: its blocks go back, and it returns to the front of `waiting`
-to be computed again, which its own blocks, if nobody took them, make cheap.
+Continuous batching decides anew before every step, so a sequence that ends makes room at once:
+
+- Waiting prompts go first, in order; admission stops at the first that doesn't fit, and a prompt
+  longer than a step's token budget runs in chunks.
+- With no prompt to run, every running sequence decodes one token. MAX_PREFILLS_IN_A_ROW bounds how
+  many prompt steps they sit out.
+- Prompts that found no room are held until a group's worth of sequences has ended, MAX_STEPS_HELD
+  decode steps at most: a step of one prompt takes as long as one of ten.
+- With max_num_mixed_tokens, running sequences decode in every step and prompt chunks ride along,
+  where that makes no output end later (`_mixes`).
+- When a running sequence needs a block and none is free, the latest admitted one is preempted: it
+  gives its blocks back and returns to the front of `waiting`, to be computed again, which is cheap
+  where its old blocks are still in the prefix cache.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
 uses counts only, never the value of a token in flight. Two decisions need such values to be
@@ -79,7 +82,7 @@ class _Decodes:
 
     __slots__ = (
         "limits",
-        "num_steps_left",
+        "num_steps_of_shortest",
         "num_steps_of_longest",
         "rows",
         "sequences",
@@ -95,7 +98,7 @@ class _Decodes:
         self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
         # Steps until the first of them has its last token in flight, and until the last one has.
         steps_left = self.limits - self.starts
-        self.num_steps_left = int(steps_left.min(initial=1 << 30))
+        self.num_steps_of_shortest = int(steps_left.min(initial=1 << 30))
         self.num_steps_of_longest = int(steps_left.max(initial=0))
         self.token_lists = [seq.token_ids for seq in sequences]
         # Most sequences share one set of ids, so few are joined.
@@ -103,7 +106,7 @@ class _Decodes:
 
     def without_exhausted(self) -> "_Decodes":
         """Those left whose last token isn't in flight: a count, so known beforehand."""
-        if self.num_steps_left > 0:
+        if self.num_steps_of_shortest > 0:
             return self
         self.settle()
         may_go_on = self.starts < self.limits
@@ -112,7 +115,7 @@ class _Decodes:
     def advance(self) -> None:
         """Count one token of each as computed."""
         self.starts = self.starts + 1  # not in place: the step just built holds the old one
-        self.num_steps_left -= 1
+        self.num_steps_of_shortest -= 1
         self.num_steps_of_longest -= 1
 
     def settle(self) -> None:
@@ -240,7 +243,7 @@ class Scheduler:
         sequences it takes a sixth of the time.
         """
         deque(map(list.append, decodes.token_lists, token_ids), maxlen=0)
-        if decodes.num_steps_left > 0:
+        if decodes.num_steps_of_shortest > 0:
             return []
         is_last = starts + 1 >= decodes.limits
         finished = [decodes.sequences[i] for i in np.flatnonzero(is_last).tolist()]
@@ -312,12 +315,13 @@ class Scheduler:
         self.block_manager.check_invariants(holders)
 
     def _mixes(self) -> bool:
-        """Whether prompts ride with decode lanes: where the last output is no later for it.
+        """Whether prompts ride with decode lanes, because the call ends no later for it.
 
-        What rides is nearly free, but lanes fill slowly, and what waits longest ends last. So the
-        longest output that runs must outlast those steps and the last prompt's output after them,
-        as it does where lengths differ and the longest came first. Otherwise, as with one limit for
-        all, prompts get steps of their own, and only a few that come later ride.
+        Riding is nearly free, but takes more steps than prompt steps would, and the prompt at the
+        end of the queue starts its output after them all. That delays nothing if some running
+        output is longer than those steps and the last prompt's output together, as it is where the
+        longest outputs were queued first. Else (all outputs of one length, say) prompts get steps
+        of their own, unless those left need at most `num_riding_steps`.
         """
         if not self.max_num_mixed_tokens:
             return False
@@ -362,7 +366,7 @@ class Scheduler:
             num_mixed_prompt_tokens(num_decodes, self.max_num_mixed_tokens),
             self.max_num_batched_tokens - num_decodes,
         )
-        chunks = self._take_prompts(budget, MAX_MIXED_PREFILLS, chunks_any=True)
+        chunks = self._take_prompts(budget, MAX_MIXED_PREFILLS, cuts_last=True)
         if not chunks:
             return self._build_decode(decodes)
         step = self._build_prefill(chunks, decodes)
@@ -372,14 +376,15 @@ class Scheduler:
         return step
 
     def _take_prompts(
-        self, budget: int, max_prompts: int | None = None, *, chunks_any: bool = False
+        self, budget: int, max_prompts: int | None = None, *, cuts_last: bool = False
     ) -> list[_Chunk]:
         """Admit waiting prompts in order, as far as tokens, rows and blocks go.
 
         Args:
             budget: Tokens.
             max_prompts: None: any number.
-            chunks_any: Whether the last prompt taken may be cut too; else only the first may.
+            cuts_last: Whether whichever prompt reaches the budget is cut there; else only the
+                step's first prompt may be, and a later one that doesn't fit waits.
         """
         chunks: list[_Chunk] = []
         self._held_until_ended = self._num_steps_held = 0
@@ -391,7 +396,7 @@ class Scheduler:
                     self._held_until_ended = self._num_ended + len(self.running) // self.num_groups
                     break
                 num_cached = len(admission.cached_block_ids) * seq.block_size
-                if chunks and not chunks_any and seq.num_tokens - num_cached > budget:
+                if chunks and not cuts_last and seq.num_tokens - num_cached > budget:
                     break
                 self._admit(seq, admission)
                 self._num_waiting_tokens -= num_cached

@@ -30,6 +30,7 @@ from nanovllm.layers.logits import (
     LogitsRow,
     compute_logprobs,
     process_logits,
+    upload,
 )
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.pinned import PinnedRing
@@ -43,9 +44,9 @@ class StepResult(NamedTuple):
     """What a step left on the device; lanes may be followed by padding."""
 
     logits: torch.Tensor  # (lanes, this rank's vocabulary)
-    context_lens: torch.Tensor  # (lanes,) int32: position of the token drawn
+    ends: torch.Tensor  # (lanes,) int32: position of the token drawn
     tokens: torch.Tensor  # (lanes,) int32
-    hidden_states: torch.Tensor | None  # (tokens, hidden); None: no row `reads_prompts`
+    hidden_states: torch.Tensor | None  # (tokens, hidden); None: no prompt is read
 
 
 class PendingLogprobs:
@@ -75,8 +76,8 @@ class _Lanes:
     @classmethod
     def of(cls, lanes: np.ndarray, rows: np.ndarray, device: torch.device) -> "_Lanes":
         is_prefix = np.array_equal(lanes, np.arange(len(lanes)))
-        indices = slice(0, len(lanes)) if is_prefix else _upload(lanes, torch.int64, device)
-        return cls(indices, _upload(rows, torch.int64, device))
+        indices = slice(0, len(lanes)) if is_prefix else upload(lanes, torch.int64, device)
+        return cls(indices, upload(rows, torch.int64, device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class _Plan:
 class SecondPass:
     """Owner of the special rows' parameters and token histories on one rank.
 
-    Invariant: a row is known here exactly while its sequence asks for something special; a sequence
-    that takes the row over replaces what was known of it. All ranks hold the same.
+    Invariant: what is known of a row is what its latest sequence asks for: that of one that ended
+    stays until the row is taken over, and concerns no step meanwhile. All ranks hold the same.
     """
 
     def __init__(self, lm_head: ParallelLMHead, row_state: RowState, max_model_len: int) -> None:
@@ -128,15 +129,16 @@ class SecondPass:
         self._plan_key: tuple[bytes, bytes] | None = None  # lanes and rows that the plan is for
         self._downloads: PinnedRing | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no row asks for anything."""
-        return not self._records
+    def concerns(self, batch: ScheduledBatch) -> bool:
+        """Whether `run` has anything to do for this step."""
+        if not self._records:
+            return False
+        return bool(self._is_special[batch.rows].any()) or self.reads_prompts(batch)
 
-    @property
-    def reads_prompts(self) -> bool:
-        """Whether a row waits for logprobs of its prompt, so that hidden states must be kept."""
-        return bool(self._prompt_values)
+    def reads_prompts(self, batch: ScheduledBatch) -> bool:
+        """Whether the step runs a prompt whose logprobs are wanted: hidden states must be kept."""
+        rows = batch.rows[: batch.num_prefills].tolist()
+        return not self._prompt_values.keys().isdisjoint(rows)
 
     def take(self, batch: ScheduledBatch) -> None:
         """Learn what the step's new rows ask for, and forget who had them before."""
@@ -150,8 +152,10 @@ class SecondPass:
         """Enqueue the second pass of a step: new tokens into `result.tokens` and the row state.
 
         Returns:
-            The logprobs that rows asked for, on their way to the host; None if none did.
+            The logprobs that its rows asked for, on their way to the host; None if none did.
         """
+        if not self.concerns(batch):
+            return None
         groups: list[LogprobGroup] = []
         values: list[torch.Tensor] = []
         if result.hidden_states is not None:
@@ -177,14 +181,12 @@ class SecondPass:
         row = LogitsRow(SamplingParams(top_p=0.5, repetition_penalty=1.1))
         params = LogitsParams.of([row] * num_rows, self._lm_head.vocab_size, self._device)
         tokens = result.tokens[:num_rows]
-        history = History(result.context_lens[:num_rows], tokens[:, None])
+        history = History(result.ends[:num_rows], tokens[:, None])
         logits = self._whole_vocab(result.logits[:num_rows])
         state = self._row_state
         for drawn in (logits, process_logits(logits, params, history)):  # its dtype, and float32
             sample(drawn, state.temperatures[:num_rows], state.seeds[:num_rows], history.num_tokens)
         _pack(logits, tokens, num_top=1)
-
-    # rows
 
     def _add(self, record: RowRecord) -> None:
         row, params = record.row, record.params
@@ -194,7 +196,7 @@ class SecondPass:
         self._num_known[row] = record.num_tokens
         self._plan_key = None
         if _logits_row(record).needs_history:
-            token_ids = _upload(record.token_ids, torch.int32, self._device)
+            token_ids = upload(record.token_ids, torch.int32, self._device)
             self._history_buffer()[row, : record.num_tokens] = token_ids
         # After a preemption with output, the prompt has been reported already.
         if params.prompt_logprobs is not None and record.num_tokens == record.num_prompt_tokens:
@@ -261,11 +263,9 @@ class SecondPass:
         vocab_size = self._lm_head.vocab_size
         return vocab_size if wish < 0 else min(wish, vocab_size)
 
-    # device work
-
     def _draw(self, draw: _Draw, result: StepResult, max_num_tokens: int) -> None:
         lanes, rows = draw.lanes.lanes, draw.lanes.rows
-        state, num_tokens = self._row_state, result.context_lens[lanes]
+        state, num_tokens = self._row_state, result.ends[lanes]
         token_ids = num_tokens[:, None][:, :0]
         if draw.needs_history:
             token_ids = self._history_buffer()[:, :max_num_tokens][rows]
@@ -277,7 +277,7 @@ class SecondPass:
         state.last_tokens[rows] = drawn.token_ids
 
     def _remember(self, lanes: _Lanes, result: StepResult) -> None:
-        positions = result.context_lens[lanes.lanes].long()
+        positions = result.ends[lanes.lanes].long()
         self._history_buffer()[lanes.rows, positions] = result.tokens[lanes.lanes]
 
     def _report(self, report: _Report, result: StepResult) -> list[torch.Tensor]:
@@ -314,7 +314,7 @@ class SecondPass:
         num_top = self._num_top(record.params.prompt_logprobs or 0)
         following = record.token_ids[start + 1 : start + 1 + len(hidden_states)]
         for i in range(0, len(following), ROWS_PER_REPORT):
-            token_ids = _upload(following[i : i + ROWS_PER_REPORT], torch.int32, self._device)
+            token_ids = upload(following[i : i + ROWS_PER_REPORT], torch.int32, self._device)
             hidden = hidden_states[i : i + len(token_ids)]
             logits = self._whole_vocab(F.linear(hidden, self._lm_head.weight))
             yield _pack(logits, token_ids, num_top)
@@ -336,18 +336,15 @@ class SecondPass:
         return self._histories
 
     def _download(self, groups: list[LogprobGroup], values: list[torch.Tensor]) -> PendingLogprobs:
-        flat = torch.cat([part.flatten() for part in values]) if values else torch.empty(0).int()
+        # A prompt of one token has none, so there may be nothing to join.
+        no_values = torch.empty(0, dtype=torch.int32, device=self._device)
+        flat = torch.cat([no_values, *(part.flatten() for part in values)])
         if self._device.type == "cpu":
             return PendingLogprobs(groups, flat.numpy(), None)
         if self._downloads is None:
             self._downloads = PinnedRing(flat.numel())
         downloaded, event = self._downloads.download(flat)
         return PendingLogprobs(groups, downloaded[: flat.numel()], event)
-
-
-def _upload(values: np.ndarray, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # Without non_blocking the host would wait for the step in flight.
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
 
 def _logits_row(record: RowRecord) -> LogitsRow:
@@ -357,13 +354,7 @@ def _logits_row(record: RowRecord) -> LogitsRow:
 
 
 def _needs_new_draw(row: LogitsRow) -> bool:
-    params = row.params
-    return (
-        params.has_filters
-        or params.has_penalties
-        or params.min_tokens > 1
-        or bool(params.logit_bias or row.bad_words)
-    )
+    return row.params.changes_draw or bool(row.bad_words)  # those come as token ids
 
 
 def _pack(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> torch.Tensor:

@@ -35,6 +35,11 @@ class RunnerSettings:
     max_num_mixed_tokens: int
 
     @property
+    def max_num_seqs(self) -> int:
+        """Sequences that run at once: a decode step runs a token of each."""
+        return min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+
+    @property
     def dtype(self) -> torch.dtype:
         return {
             "bfloat16": torch.bfloat16,
@@ -98,13 +103,14 @@ def _resolve_max_model_len(config: Config, model_config: ModelConfig) -> int:
 def _resolve_mixed_tokens(
     config: Config, model_config: ModelConfig, device_type: str, dtype_name: str
 ) -> int:
-    num_tokens = config.max_num_mixed_tokens
-    if num_tokens is None:
+    if config.max_num_mixed_tokens is not None:
+        num_tokens = config.max_num_mixed_tokens
+    elif device_type == "cpu" or config.enforce_eager:  # launches outlast what a GPU would save
+        num_tokens = 0
+    else:
         weight_bytes = 4 if dtype_name == "float32" else 2
         num_bytes = weight_bytes * model_config.num_layer_weights // config.tensor_parallel_size
         num_tokens = _MIXED_TOKENS_IF_LARGE if num_bytes >= _LARGE_BYTES else _MIXED_TOKENS
-        if device_type == "cpu" or config.enforce_eager:  # launches outlast what a GPU would save
-            num_tokens = 0
     return min(num_tokens, config.max_num_batched_tokens)
 
 

@@ -35,6 +35,7 @@ import numpy as np
 
 from nanovllm.engine.batch import ScheduledBatch
 from nanovllm.engine.channel import Channel, RankEnd, Reply
+from nanovllm.outputs import RunnerDescription
 from nanovllm.utils.shared_file import SharedFile
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ _KILL_S = 3.0  # for the kernel to end a killed rank
 _WATCH_S = 1.0  # between looks at who the parent is
 _NAME = "nanovllm rank"
 _NO_MAIN_GUARD = 120  # exit code of a rank whose import of the user's script came to start ranks
+_NO_COMMAND = -1  # number in a reply that nobody asked for
 _MAX_IN_FLIGHT = 3  # results that a rank keeps for collection; the engine has at most two
 
 
@@ -58,32 +60,19 @@ class Command(IntEnum):
     STEP = 0  # payload: a ScheduledBatch as int32 words; no reply
     COLLECT = auto()  # payload: the number of a STEP; rank 0 replies with what `_pack` makes of it
     ALLOCATE_KV_CACHE = auto()  # every rank replies with the number of blocks
-    CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `Description`
+    CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `RunnerDescription`
     SYNCHRONIZE = auto()  # every rank replies when all that was launched is done
     LOAD_WEIGHT = auto()  # payload: see `_pack_weight`; every rank replies when it is written
-    SLEEP = auto()  # every rank replies when the cache's memory is free
-    WAKE_UP = auto()  # payload: the number of blocks; every rank replies when it has them
+    SLEEP = auto()  # every rank replies with the same when the cache's memory is free
+    WAKE_UP = auto()  # payload: the number of blocks; every rank replies with the same
     EXIT = auto()  # the rank ends; no reply
 
 
 class Answer(IntEnum):
     """What a reply is."""
 
-    READY = 0  # to nothing: the rank has been built
-    DONE = auto()  # payload: what `Command` says
+    DONE = 0  # payload: what `Command` says; to no command: the rank has been built
     ERROR = auto()  # payload: a `Failure` as JSON; the rank does nothing more
-
-
-class Description(NamedTuple):
-    """What the engine's stats tell of a rank."""
-
-    device: str
-    block_bytes: int  # of one KV block on this rank
-    prefill_name: str
-    decode_name: str
-    graph_sizes: list[int]
-    all_reduce: str
-    compile_s: float = 0.0  # of start-up
 
 
 class Failure(NamedTuple):
@@ -92,19 +81,6 @@ class Failure(NamedTuple):
     type_name: str
     message: str
     traceback: str
-
-
-class BackendNames(NamedTuple):
-    """Attention backends in use, as `AttentionBackend` names them."""
-
-    prefill_name: str
-    decode_name: str
-
-
-class CapturedSizes(NamedTuple):
-    """Decode graphs that the ranks hold, as `DecodeGraphs` names them."""
-
-    sizes: list[int]
 
 
 class Pending(Protocol):
@@ -125,7 +101,7 @@ class Runner(Protocol):
     def wake_up(self, num_blocks: int) -> None: ...
     def synchronize(self) -> None: ...
     def exit(self) -> None: ...
-    def describe(self) -> Description: ...
+    def describe(self) -> RunnerDescription: ...
 
 
 BuildRunner = Callable[["RunnerSettings", int, SharedFile], Runner]
@@ -136,7 +112,7 @@ _TYPES_KEPT: dict[str, type[Exception]] = {
 }
 
 
-# the caller's side
+# The caller's side
 
 
 def start_workers(
@@ -200,12 +176,7 @@ class WorkerGroup:
         self, settings: "RunnerSettings", channel: Channel, processes: list[BaseProcess]
     ) -> None:
         self.settings = settings
-        self.device = settings.device_type
-        self.block_bytes = 0  # of one KV block, summed over the ranks
-        self.backend = BackendNames("", "")
-        self.graphs: CapturedSizes | None = None
-        self.all_reduce = ""
-        self.compile_s = 0.0  # of start-up, of the slowest rank
+        self._description = RunnerDescription()  # of all ranks, once graphs are captured
         self.is_lost = False  # a rank has failed, and all are gone
         self._channel = channel
         self._processes = processes
@@ -223,14 +194,11 @@ class WorkerGroup:
 
     def capture_cudagraph(self) -> None:
         """As ModelRunner's."""
-        replies = self._ask(Command.CAPTURE_CUDAGRAPH)
-        ranks = [Description(*json.loads(reply)) for reply in replies]
-        self.device = ", ".join(rank.device for rank in ranks)
-        self.block_bytes = sum(rank.block_bytes for rank in ranks)
-        self.backend = BackendNames(ranks[0].prefill_name, ranks[0].decode_name)
-        self.graphs = CapturedSizes(ranks[0].graph_sizes) if ranks[0].graph_sizes else None
-        self.all_reduce = ranks[0].all_reduce
-        self.compile_s = max(rank.compile_s for rank in ranks)
+        self._description = _joined(self._ask(Command.CAPTURE_CUDAGRAPH))
+
+    def describe(self) -> RunnerDescription:
+        """As ModelRunner's, of all ranks."""
+        return self._description
 
     def launch(self, batch: ScheduledBatch) -> "PendingReply":
         """As ModelRunner's: returns as soon as the ranks have been told."""
@@ -254,11 +222,11 @@ class WorkerGroup:
 
     def sleep(self) -> None:
         """As ModelRunner's."""
-        self._ask(Command.SLEEP)
+        self._description = _joined(self._ask(Command.SLEEP))
 
     def wake_up(self, num_blocks: int) -> None:
         """As ModelRunner's; a rank without room for its cache ends them all."""
-        self._ask(Command.WAKE_UP, num_blocks.to_bytes(8, "little"))
+        self._description = _joined(self._ask(Command.WAKE_UP, num_blocks.to_bytes(8, "little")))
 
     def synchronize(self) -> None:
         """Wait for everything launched."""
@@ -272,7 +240,7 @@ class WorkerGroup:
 
     def wait_until_ready(self) -> None:
         """Wait for every rank to be built."""
-        self._receive(-1, len(self._processes))
+        self._receive(_NO_COMMAND, len(self._processes))
 
     def collect(self, number: int) -> np.ndarray:
         """What `_pack` made of the result of the STEP with this number."""
@@ -346,6 +314,16 @@ class WorkerGroup:
         finally:
             self.kill()
         raise error
+
+
+def _joined(replies: list[bytes]) -> RunnerDescription:
+    """What the ranks say of themselves, as one."""
+    ranks = [RunnerDescription(*json.loads(reply)) for reply in replies]
+    return ranks[0]._replace(
+        device=", ".join(rank.device for rank in ranks),
+        block_bytes=sum(rank.block_bytes for rank in ranks),
+        compile_s=max(rank.compile_s for rank in ranks),
+    )
 
 
 class PendingReply:
@@ -460,7 +438,7 @@ def _kill(processes: list[BaseProcess]) -> None:
     processes.clear()
 
 
-# a rank's side
+# A rank's side
 
 
 def run_rank(
@@ -475,7 +453,7 @@ def run_rank(
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
         runner = build(settings, rank, meeting_point)
-        end.reply(-1, Answer.READY)
+        end.reply(_NO_COMMAND, Answer.DONE)
         serve(runner, end, rank)
         _leave(0)  # the runner has let go of everything; taking torch apart would take seconds
     except (EOFError, BrokenPipeError):
@@ -501,8 +479,8 @@ def build_model_runner(
         limit_threads(size)
     tp = join_group(rank, size, settings.device_type, meeting_point.path)
     if settings.device_type == "cuda":
-        tp = with_peer_memory(tp, hidden_size, settings.dtype, config.max_num_seqs)
-        tp = with_peer_norm(tp, hidden_size, settings.dtype, config.max_num_seqs)
+        tp = with_peer_memory(tp, hidden_size, settings.dtype, settings.max_num_seqs)
+        tp = with_peer_norm(tp, hidden_size, settings.dtype, settings.max_num_seqs)
     return RankRunner(ModelRunner(settings, tp))
 
 
@@ -518,18 +496,7 @@ class RankRunner:
         self.sleep = runner.sleep
         self.wake_up = runner.wake_up
         self.synchronize = runner.synchronize
-
-    def describe(self) -> Description:
-        runner = self._runner
-        return Description(
-            device=str(runner.device),
-            block_bytes=runner.block_bytes,
-            prefill_name=runner.backend.prefill_name,
-            decode_name=runner.backend.decode_name,
-            graph_sizes=list(runner.graphs.sizes) if runner.graphs else [],
-            all_reduce=runner.tp.all_reduce_name,
-            compile_s=runner.compile_s,
-        )
+        self.describe = runner.describe
 
     def exit(self) -> None:
         from nanovllm.utils.distributed import leave_group
@@ -595,27 +562,26 @@ def _obey(command: Command, payload: bytes | bytearray, runner: Runner) -> bytes
     if command is Command.LOAD_WEIGHT:
         runner.load_weights([_unpack_weight(payload)])
         return b""
-    if command is Command.SLEEP:
-        runner.sleep()
-        return b""
-    if command is Command.WAKE_UP:
-        runner.wake_up(int.from_bytes(payload, "little"))
-        return b""
     if command is Command.ALLOCATE_KV_CACHE:
         return runner.allocate_kv_cache().to_bytes(8, "little")
-    if command is Command.CAPTURE_CUDAGRAPH:
+    if command is Command.SYNCHRONIZE:
+        runner.synchronize()
+        return b""
+    if command is Command.SLEEP:
+        runner.sleep()
+    elif command is Command.WAKE_UP:
+        runner.wake_up(int.from_bytes(payload, "little"))
+    else:
+        assert command is Command.CAPTURE_CUDAGRAPH, f"nobody obeys {command!r}"
         runner.capture_cudagraph()
-        return json.dumps(runner.describe()).encode()
-    assert command is Command.SYNCHRONIZE, f"nobody obeys {command!r}"
-    runner.synchronize()
-    return b""
+    return json.dumps(runner.describe()).encode()
 
 
 def _report(error: BaseException, end: RankEnd) -> None:
     text = "".join(traceback.format_exception(error))
     failure = Failure(type(error).__name__, str(error), text)
     try:
-        end.reply(-1, Answer.ERROR, json.dumps(failure).encode())
+        end.reply(_NO_COMMAND, Answer.ERROR, json.dumps(failure).encode())
     except OSError:
         _leave(1)  # the caller is gone
 

@@ -11,7 +11,6 @@ the interpreter's lock. Where Triton's cache is filled, the same pool loads what
 from __future__ import annotations
 
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
+
+from nanovllm.utils.cores import num_cores
 
 if TYPE_CHECKING:
     from triton import JITFunction
@@ -43,7 +44,7 @@ def compile_launches(run_steps: Callable[[], None], num_processes: int = 1) -> N
         Exception: What `run_steps` or the compiler raised, the first of several. Kernels that did
             compile stay, and no thread is left.
     """
-    num_threads = max(1, min(MAX_THREADS, _num_cores() // num_processes))
+    num_threads = max(1, min(MAX_THREADS, num_cores() // num_processes))
     with _turn:
         launches = _note_launches(run_steps)
         # In a copy, because Triton 3.6 leaves its compile mode in the context after an error.
@@ -146,13 +147,6 @@ def _on_this_gpu() -> tuple[Callable[[torch.device], None], tuple[torch.device]]
     if not torch.cuda.is_initialized():
         return ()
     return torch.cuda.set_device, (torch.device("cuda", torch.cuda.current_device()),)
-
-
-def _num_cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def row_stride(x: torch.Tensor) -> int:

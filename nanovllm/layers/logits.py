@@ -18,9 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm.sampling_params import SamplingParams
+
+Numbers = Sequence[float] | Sequence[Sequence[float]]
 
 # Above this many candidates a whole sort costs no more than picking them.
 MAX_PICKED = 1024
@@ -332,14 +335,12 @@ def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
     Args:
         logits: (rows, vocab), any float dtype: before temperature, penalties and filters.
         token_ids: (rows,) of the tokens that were drawn, or that the prompt has there.
-        num_top: k, at most vocab counts; -1 = the whole vocabulary. The largest of the rows'
-            wishes: a row that asks for fewer takes its first ones.
+        num_top: k, 0..vocab.
     """
     logits = logits.float()
-    vocab_size = logits.shape[-1]
     normalizers = logits.logsumexp(dim=-1, keepdim=True)
     chosen = logits.gather(1, token_ids[:, None].long())
-    top = logits.topk(vocab_size if num_top < 0 else min(num_top, vocab_size), dim=-1)
+    top = logits.topk(num_top, dim=-1)
     return Logprobs(
         logprobs=(chosen - normalizers)[:, 0],
         ranks=(logits > chosen).sum(dim=-1) + 1,
@@ -356,7 +357,7 @@ def _filters(params: Sequence[SamplingParams], device: torch.device | str) -> to
         else [1.0, torch.inf, 0.0]
         for p in params
     ]
-    return torch.tensor(values, dtype=torch.float64, device="cpu").to(device, non_blocking=True)
+    return upload(values, torch.float64, device)
 
 
 def _top_k(params: Sequence[SamplingParams], vocab_size: int) -> list[int]:
@@ -454,9 +455,7 @@ def _bad_words(
     return BadWords(
         rows=_int64([i for i, _ in words], device),
         places=_int64([i * vocab_size + word[-1] for i, word in words], device),
-        beginnings=torch.tensor(beginnings, dtype=torch.int64, device="cpu").to(
-            device, non_blocking=True
-        ),
+        beginnings=_int64(beginnings, device),
         num_prompt_tokens=_int64([rows[i].num_prompt_tokens for i, _ in words], device)[:, None],
     )
 
@@ -468,11 +467,17 @@ def _places(
     return _int64(places, device) if places else None
 
 
-def _int64(values: Sequence[int], device: torch.device | str) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
+def _int64(values: Numbers, device: torch.device | str) -> torch.Tensor:
+    return upload(values, torch.int64, device)
 
 
-def _float32(
-    values: Sequence[float] | Sequence[Sequence[float]], device: torch.device | str
+def _float32(values: Numbers, device: torch.device | str) -> torch.Tensor:
+    return upload(values, torch.float32, device)
+
+
+def upload(
+    values: Numbers | np.ndarray, dtype: torch.dtype, device: torch.device | str
 ) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device="cpu").to(device, non_blocking=True)
+    """Numbers of the host on `device`, without a wait for the step in flight."""
+    # "cpu" is said, because the caller's default device may be another.
+    return torch.tensor(values, dtype=dtype, device="cpu").to(device, non_blocking=True)

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from nanovllm.utils.cores import num_cores
 from nanovllm.utils.peer_all_reduce import PeerAllReduce
 
 # Its name since torch 2.13, which warns of the old one.
@@ -137,5 +138,4 @@ def leave_group() -> None:
 
 def limit_threads(size: int) -> None:
     """Share the host's cores among `size` ranks; never raises what the user has set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), (cores or 1) // size)))
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cores() // size)))

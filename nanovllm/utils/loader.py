@@ -152,8 +152,9 @@ def update_weights(
     Raises:
         ValueError, TypeError: See `checked_weights`.
     """
+    params = dict(model.named_parameters())
     for item in checked_weights(model, weights):
-        _write(model, item)
+        _write(model, params, item)
 
 
 def checked_weights(
@@ -181,13 +182,14 @@ def checked_weights(
         )
     if isinstance(weights, Mapping):
         weights = list(weights.items())
+    params = dict(model.named_parameters())  # once: it walks all modules, which takes a millisecond
     if isinstance(weights, list | tuple):
         for item in weights:
-            _write(model, item, is_rehearsal=True)
+            _write(model, params, item, is_rehearsal=True)
     num_written = 0
     for item in weights:
         try:
-            _write(model, item, is_rehearsal=True)
+            _write(model, params, item, is_rehearsal=True)
         except (ValueError, TypeError) as error:
             raise type(error)(f"{error} ({num_written} tensors before it are written)") from error
         yield item
@@ -196,10 +198,15 @@ def checked_weights(
         raise ValueError("no weights were given: the mapping is empty, or the iterator used up")
 
 
-def _write(model: nn.Module, item: object, *, is_rehearsal: bool = False) -> None:
+def _write(
+    model: nn.Module,
+    params: Mapping[str, nn.Parameter],
+    item: object,
+    *,
+    is_rehearsal: bool = False,
+) -> None:
     """Write one tensor to where it belongs; a rehearsal does the same to tensors without memory."""
     name, tensor = _named_tensor(item)
-    params = dict(model.named_parameters())
     if _is_tied_copy(name, params):
         name = "model.embed_tokens.weight"  # one parameter under two names
     if not tensor.is_floating_point():

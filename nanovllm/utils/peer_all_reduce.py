@@ -116,7 +116,6 @@ class PeerAllReduce:
         tensor = torch.randn(
             num_elements, generator=generator, dtype=self._dtype, device=self._buffer.device
         )
-        expected = self._nccl(tensor.clone())
         times = [time_us(lambda: self._nccl(tensor))]
         for run in (self._one_shot, self._two_shot):
             tensor.normal_(generator=generator)

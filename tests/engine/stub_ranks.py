@@ -10,7 +10,7 @@ from typing import NoReturn
 import numpy as np
 
 from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.worker import Description
+from nanovllm.outputs import RunnerDescription
 from nanovllm.utils.shared_file import SharedFile
 
 PREFILL = ScheduledBatch(
@@ -103,8 +103,10 @@ class StubRunner:
         if self._settings.where == "exit":
             threading.Event().wait()
 
-    def describe(self) -> Description:
-        return Description(f"stub:{self._rank}", 100, "stub prefill", "stub decode", [1, 2], "stub")
+    def describe(self) -> RunnerDescription:
+        return RunnerDescription(
+            f"stub:{self._rank}", 100, "stub prefill", "stub decode", [1, 2], "stub"
+        )
 
     def _pass(self, where: str) -> None:
         if where != self._settings.where:

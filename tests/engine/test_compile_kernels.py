@@ -104,6 +104,6 @@ def test_compiling_leaves_nothing_behind(memory: CpuAsGpu, tmp_path: Path) -> No
     runner.compile_kernels()
     assert runner.tokens.eq(0).all()
     assert runner.row_state.last_tokens.eq(0).all()
-    assert runner.inputs.input_ids.eq(0).all()
+    assert runner.buffers.input_ids.eq(0).all()
     assert runner.kv_cache is not None
     assert runner.kv_cache.eq(0).all()

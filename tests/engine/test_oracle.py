@@ -139,7 +139,7 @@ class LeavesBehind(_Decodes):
     """Goes on without those that ended by count, and tells nobody how far they are."""
 
     def without_exhausted(self) -> _Decodes:
-        if self.num_steps_left > 0:
+        if self.num_steps_of_shortest > 0:
             return self
         may_go_on = (self.starts < self.limits).tolist()
         return _Decodes(list(itertools.compress(self.sequences, may_go_on)))

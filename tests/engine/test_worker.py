@@ -38,11 +38,9 @@ def test_group_answers_like_a_runner() -> None:
     group = start_stubs(StubSettings(), size=3)
     assert group.allocate_kv_cache() == 1234
     group.capture_cudagraph()
-    assert group.device == "stub:0, stub:1, stub:2"
-    assert group.block_bytes == 300
-    assert group.backend == ("stub prefill", "stub decode")
-    assert group.graphs is not None
-    assert group.graphs.sizes == [1, 2]
+    assert group.describe() == (
+        "stub:0, stub:1, stub:2", 300, "stub prefill", "stub decode", [1, 2], "stub", 0.0
+    )  # fmt: skip
     first = group.launch(PREFILL)
     second = group.launch(DECODE)  # launched before the first is read, as the engine does
     assert first.wait() == [4, 5]

@@ -291,7 +291,7 @@ def test_replay_after_a_wider_batch_reads_no_stale_column(folder: Path, backend:
         runner.kv_cache[:, :, poison] = torch.nan
         for row, its_blocks in enumerate(blocks):
             runner.row_state.block_tables[row, len(its_blocks) :] = poison
-            runner.inputs.block_tables[:, len(its_blocks) :] = poison
+            runner.buffers.block_tables[:, len(its_blocks) :] = poison
         lanes = {"wide": (0, 1100, 5), "narrow": (1, 300, 6)}
         order = ["wide", "narrow", "wide", "narrow"]
         replayed = [driver.step(decodes=[lanes[name]]) for name in order]

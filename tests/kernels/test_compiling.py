@@ -58,7 +58,7 @@ def compiler_threads() -> list[str]:
 
 def test_kernels_compile_side_by_side(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each kernel waits for the other: one after the other they would never end."""
-    monkeypatch.setattr("nanovllm.kernels.compiling._num_cores", lambda: 2)
+    monkeypatch.setattr("nanovllm.kernels.compiling.num_cores", lambda: 2)
     meeting = threading.Barrier(2)
     gpu.while_loading = lambda name: meeting.wait(WAIT_S)
     compile_launches(lambda: add_and_scale(torch.zeros(16)))
@@ -145,7 +145,7 @@ def test_ctrl_c_leaves_no_thread_and_no_half_made_kernel(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one thread the second kernel hasn't begun when the first is interrupted."""
-    monkeypatch.setattr("nanovllm.kernels.compiling._num_cores", lambda: 1)
+    monkeypatch.setattr("nanovllm.kernels.compiling.num_cores", lambda: 1)
 
     def interrupt(name: str) -> None:
         gpu.while_loading = lambda name: None
@@ -164,7 +164,7 @@ def test_syntax_trees_are_built_by_one_thread_at_a_time(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python 3.11 raised "AST constructor recursion depth mismatch" now and then."""
-    monkeypatch.setattr("nanovllm.kernels.compiling._num_cores", lambda: 8)
+    monkeypatch.setattr("nanovllm.kernels.compiling.num_cores", lambda: 8)
     parse, parsing, num_parsed = ast.parse, threading.Lock(), 0
 
     def parse_slowly(*args: str) -> ast.AST:
