@@ -1,4 +1,4 @@
-"""Offline batch inference for large language models, small enough to read in an afternoon.
+"""Offline batch inference for large language models, written to be read.
 
     from nanovllm import LLM, SamplingParams
 

@@ -41,6 +41,7 @@ from nanovllm.config import Config
 from nanovllm.engine.settings import resolve_settings
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.tokenizer import Tokenizer
 
 ALL_ANSWERED, SOME_FAILED, NOT_STARTED, BROKEN_OFF, INTERRUPTED = 0, 1, 2, 3, 130
 _PROGRESS_SECONDS = 0.5  # between updates of the bar
@@ -91,6 +92,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default = getattr(SamplingParams(), name)
         action = sampling.add_argument(_flag_of(name), type=kind, default=default)
         _explain(action, SamplingParams)
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        metavar="JSON",
+        help="""for the chat template, as '{"enable_thinking": false}'; a line's own go first""",
+    )
     add_config_flags(parser.add_argument_group("engine"))
     args = parser.parse_args(argv)
     if args.output is None and not args.dry_run:
@@ -155,7 +162,24 @@ def _without_none(hint: object) -> object:
 
 
 def int_or_none(text: str) -> int | None:
-    return None if text.lower() == "none" else int(text)
+    """The value of an option that may be `none`."""
+    if text.lower() == "none":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither an integer nor none") from None
+
+
+def json_object(text: str) -> Json:
+    """The value of an option that is a JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value
 
 
 _SAMPLING_FLAGS: dict[str, Callable[[str], object]] = {
@@ -259,7 +283,7 @@ def run_file(
     """Answer what is left of the input file."""
     engine = llm.llm_engine
     config = engine.config
-    reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+    reader = make_reader(args, engine.tokenizer, config, defaults)
     count_tokens = engine.count_generated_tokens
     with show_progress(args, ledger, count_tokens) as progress, args.input.open("rb") as file:
         run = BatchRun(engine, reader, ledger, output.write, config.max_num_seqs, progress.update)
@@ -267,6 +291,18 @@ def run_file(
         output.sync()
         progress.finish(tally)
     return tally
+
+
+def make_reader(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    config: Config,
+    defaults: SamplingParams,
+) -> RequestReader:
+    """What turns the input's lines into requests."""
+    return RequestReader(
+        tokenizer, defaults, config.seed, config.model, args.chat_template_kwargs
+    )
 
 
 def run_file_on_ray(
@@ -286,6 +322,7 @@ def run_file_on_ray(
             defaults,
             ledger,
             output.write,
+            chat_template_kwargs=args.chat_template_kwargs,
             num_actors=args.ray_actors,
             on_progress=progress.update,
         )
@@ -359,6 +396,8 @@ class Progress:
             f"cached), {tally.num_generated_tokens} output tokens in {seconds:.2f} s, "
             f"{tally.num_generated_tokens / seconds:.0f} tok/s"
         )
+        if self._num_failed_before + tally.num_failed:
+            self._summary += "\nerror records stay: a line to run again needs a new id"
 
     def close(self) -> None:
         """End the bar."""
@@ -391,7 +430,7 @@ def _hit_rate(tally: Tally) -> float:
 def dry_run(args: argparse.Namespace, config: Config, defaults: SamplingParams) -> int:
     """Check the input, print its errors and its tokens; return the exit status."""
     engine = DryEngine(config)
-    reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+    reader = make_reader(args, engine.tokenizer, config, defaults)
     shown: list[Json] = []
 
     def report(record: Json) -> None:

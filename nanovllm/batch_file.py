@@ -153,7 +153,8 @@ def read_id(row: Json) -> Id:
     if isinstance(found, str) or (name == "id" and type(found) is int):
         return cast(Id, found)
     expected = "a string" if name == "custom_id" else "a string or an integer"
-    raise BadLine("invalid_request", f"{name} must be {expected}, got {found!r:.80}")
+    problem = f"got {found!r:.80}" if name in row else "and is missing"
+    raise BadLine("invalid_request", f"{name} must be {expected}, {problem}")
 
 
 def _is_openai(row: Json) -> bool:
@@ -203,6 +204,7 @@ class RequestReader:
     defaults: SamplingParams  # of fields that a line leaves out
     seed: int = 0
     model: str = ""  # named in answers to lines that name no model
+    chat_template_kwargs: Mapping[str, object] | None = None  # a line's own go before them
 
     def read(self, row: Json) -> BatchRequest:
         """Return the request of a line that has an id.
@@ -224,8 +226,8 @@ class RequestReader:
         if not isinstance(body, dict):
             raise TypeError(f"body must be an object, got {body!r:.80}")
         body = {name: value for name, value in body.items() if value is not None}
-        _check_known(body, _BODY_FIELDS, "body field")
         _check_target(row, body)
+        _check_known(body, _BODY_FIELDS, "body field")
         for name, allowed in _ONLY.items():
             if name in body and body[name] not in allowed:
                 raise ValueError(f"{name}={body[name]!r:.80} is not supported: leave it out")
@@ -271,7 +273,7 @@ class RequestReader:
                 conversation,
                 add_generation_prompt=_flag(row, "add_generation_prompt", True),
                 continue_final_message=_flag(row, "continue_final_message", False),
-                chat_template_kwargs=kwargs,
+                chat_template_kwargs={**(self.chat_template_kwargs or {}), **(kwargs or {})},
             )
         except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"the chat template refuses messages: {error}") from error

@@ -10,6 +10,7 @@ import difflib
 import math
 import os
 import warnings
+from collections.abc import Container
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Literal, get_args
@@ -21,14 +22,22 @@ LoadFormat = Literal["auto", "dummy"]
 
 # vLLM's keywords and those of their values that change nothing here: they are accepted with one
 # warning. Any other value is refused, because dropping it would change what the user asked for.
-_INERT_KEYWORDS: dict[str, tuple[object, ...]] = {
+_INERT_KEYWORDS: dict[str, Container[object]] = {
     "trust_remote_code": (False,),
     "enable_chunked_prefill": (True, None),
     "disable_log_stats": (True, False),
     "swap_space": (0, 4, 0.0, 4.0),
+    "cpu_offload_gb": (0, 0.0),
     "tokenizer_mode": ("auto",),
     "enable_sleep_mode": (True, False),
+    "quantization": (None,),
+    "kv_cache_dtype": ("auto",),
+    "hf_overrides": (None, {}),
+    "generation_config": ("vllm",),
+    "distributed_executor_backend": (None, "mp"),
+    "max_logprobs": range(-1, 2**31),  # there is no limit here
 }
+_DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +118,8 @@ class Config:
         if isinstance(kwargs.get("tokenizer"), os.PathLike):
             kwargs["tokenizer"] = str(kwargs["tokenizer"])
         if "dtype" in kwargs:  # a torch.dtype prints as torch.bfloat16
-            kwargs["dtype"] = str(kwargs["dtype"]).removeprefix("torch.")
+            name = str(kwargs["dtype"]).removeprefix("torch.")
+            kwargs["dtype"] = _DTYPE_ALIASES.get(name, name)
         return cls(model=model, **kwargs)  # type: ignore[arg-type]  # checked in __post_init__
 
     def _check_int(

@@ -62,9 +62,16 @@ _ANSWER_COLUMNS = (
 class _EngineActor:
     """An engine in an actor, and what makes its requests."""
 
-    def __init__(self, llm: LLM, defaults: SamplingParams) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        defaults: SamplingParams,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+    ) -> None:
         engine, config = llm.llm_engine, llm.llm_engine.config
-        self._reader = RequestReader(engine.tokenizer, defaults, config.seed, config.model)
+        self._reader = RequestReader(
+            engine.tokenizer, defaults, config.seed, config.model, chat_template_kwargs
+        )
         self._thread = EngineThread(engine, llm.exit)
 
     def close(self) -> None:
@@ -307,8 +314,13 @@ class Chunk(NamedTuple):
 class FileAnswers(_EngineActor):
     """The engine of an actor that answers lines of a batch file."""
 
-    def __init__(self, config: Config, defaults: SamplingParams) -> None:
-        super().__init__(LLM(**dataclasses.asdict(config)), defaults)
+    def __init__(
+        self,
+        config: Config,
+        defaults: SamplingParams,
+        chat_template_kwargs: Mapping[str, object] | None,
+    ) -> None:
+        super().__init__(LLM(**dataclasses.asdict(config)), defaults, chat_template_kwargs)
 
     async def __call__(self, batch: Batch) -> Batch:
         """Rows of line and text to rows of their records, in the same order."""
@@ -342,6 +354,7 @@ def run_on_ray(
     ledger: Ledger,
     write: Callable[[Json], None],
     *,
+    chat_template_kwargs: Mapping[str, object] | None = None,
     num_actors: int | None = None,
     on_progress: Callable[[Tally], None] | None = None,
 ) -> Tally:
@@ -353,6 +366,7 @@ def run_on_ray(
         defaults: Of requests that leave fields out.
         ledger: Has noted the output file.
         write: Takes each record; called in this process only.
+        chat_template_kwargs: For lines that give others, or none.
         num_actors: Engines; None: as many as the cluster's GPUs hold, without GPUs one.
         on_progress: Called with the tally after every record.
 
@@ -372,7 +386,8 @@ def run_on_ray(
             plan_chunks(file, path, ledger, write, tally, max(1, config.max_num_seqs // 2))
         )
     if chunks:
-        for row in answers_of(chunks, config, defaults, num_actors).iter_rows():
+        arguments = (config, defaults, chat_template_kwargs)
+        for row in answers_of(chunks, arguments, num_actors).iter_rows():
             _take_row(row, write, tally)
             if on_progress is not None:
                 on_progress(tally)
@@ -380,11 +395,14 @@ def run_on_ray(
 
 
 def answers_of(
-    chunks: list[Chunk], config: Config, defaults: SamplingParams, num_actors: int | None
+    chunks: list[Chunk],
+    arguments: tuple[Config, SamplingParams, Mapping[str, object] | None],
+    num_actors: int | None,
 ) -> "Dataset":
     """The dataset of records of some chunks; a chunk is a block, a task and a batch."""
     import ray
 
+    config = arguments[0]
     num_gpus = config.tensor_parallel_size if config.device != "cpu" else 0
     num_cluster_gpus = int(ray.cluster_resources().get("GPU", 0))
     if not num_cluster_gpus:
@@ -397,7 +415,7 @@ def answers_of(
     )
     return lines.map_batches(
         FileAnswers,
-        fn_constructor_args=(config, defaults),
+        fn_constructor_args=arguments,  # of FileAnswers
         batch_size=max(len(chunk.todo) for chunk in chunks),
         compute=ray.data.ActorPoolStrategy(
             size=min(num_actors, len(chunks)),

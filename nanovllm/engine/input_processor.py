@@ -49,6 +49,7 @@ class InputProcessor:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = settings.model_config.vocab_size
         self._max_model_len = settings.max_model_len
+        self._max_positions = settings.model_config.max_position_embeddings
         self._seed = settings.config.seed
         self._block_size = settings.config.kvcache_block_size
         self._num_blocks = num_blocks
@@ -145,9 +146,11 @@ class InputProcessor:
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         """Raise unless the prompt and what may follow it fit the model and the pool."""
         if len(token_ids) >= self._max_model_len:
+            is_models = self._max_model_len == self._max_positions
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, max_model_len is {self._max_model_len} "
-                "(prompt and output): shorten it or raise max_model_len"
+                f"(prompt and output){', all that the model has positions for' * is_models}: "
+                f"shorten it{'' if is_models else ' or raise max_model_len'}"
             )
         if (params.stop or params.bad_words) and self._tokenizer is None:
             raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")

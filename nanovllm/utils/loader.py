@@ -67,7 +67,8 @@ def find_checkpoint_files(folder: Path) -> list[Path]:
         return _files_of_index(index_path)
     files = sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     if not files:
-        raise ValueError(f"{folder} holds no .safetensors file")
+        hint = ": convert its .bin files first" if any(folder.glob("*.bin")) else ""
+        raise ValueError(f"{folder} holds no .safetensors file{hint}")
     return files
 
 
@@ -97,7 +98,16 @@ def iterate_checkpoint(files: Iterable[Path]) -> Iterator[tuple[str, LoadedTenso
                 for name in file.keys():  # noqa: SIM118 - the file object is no dict
                     yield name, _open_tensor(name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} can't be read as safetensors: {error}") from error
+            reason = "it is a Git LFS pointer, git lfs pull gets the file" * _is_lfs_pointer(path)
+            raise ValueError(f"{path} can't be read as safetensors: {reason or error}") from error
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(24).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 def _open_tensor(name: str, tensor_slice: object) -> FileTensor:
