@@ -135,6 +135,8 @@ def _has_lone_surrogate(value: Json) -> bool:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return True
+    except RecursionError as error:
+        raise BadLine("invalid_json", f"the line is nested too deep: {error}") from error
     return False
 
 
@@ -304,9 +306,9 @@ def _check_target(row: Json, body: Json) -> None:
     url = row.get("url")
     if url is None:
         return
-    if url not in _URLS:
+    if not isinstance(url, str) or url not in _URLS:
         raise ValueError(f"url must be one of {', '.join(_URLS)}, got {url!r:.80}")
-    due = _URLS[cast(str, url)]
+    due = _URLS[url]
     if due not in body:
         raise ValueError(f"a body for {url} needs {due}")
 
@@ -324,7 +326,7 @@ def _openai_sampling(body: Json, is_chat: bool) -> Json:
     wants_logprobs = _flag(sampling, "logprobs", False)
     if top is not None and not wants_logprobs:
         raise ValueError(f"top_logprobs is {top!r:.80} without logprobs=true")
-    sampling["logprobs"] = (top or 0) if wants_logprobs else None
+    sampling["logprobs"] = (0 if top is None else top) if wants_logprobs else None
     return sampling
 
 

@@ -7,7 +7,6 @@ it and passed on. What the checkpoint says about itself is in `model_config.py`.
 
 import dataclasses
 import difflib
-import math
 import os
 import warnings
 from collections.abc import Container
@@ -77,13 +76,14 @@ class Config:
             raise TypeError(f"model must be a folder or a hub id, not {self.model!r}")
         if self.tokenizer is not None and not isinstance(self.tokenizer, str):
             raise TypeError(f"tokenizer must be a folder or a hub id, not {self.tokenizer!r}")
-        for name in ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens"):
-            self._check_int(name, minimum=1)
-        self._check_int("kvcache_block_size", minimum=1)
+        self._check_int("tensor_parallel_size", minimum=1)
+        self._check_int("max_num_seqs", minimum=1, maximum=2**20)
+        for name in ("max_num_batched_tokens", "kvcache_block_size"):
+            self._check_int(name, minimum=1, maximum=2**31 - 1)
         self._check_int("seed", minimum=0, maximum=2**63 - 1)
         self._check_int("max_model_len", minimum=2, optional=True)
         self._check_int("max_num_mixed_tokens", minimum=0, optional=True)
-        self._check_int("num_kvcache_blocks", minimum=1, optional=True)
+        self._check_int("num_kvcache_blocks", minimum=1, maximum=2**31 - 1, optional=True)
         self._check_choice("dtype", get_args(Dtype))
         self._check_choice("device", get_args(Device))
         self._check_choice("attention_backend", get_args(AttentionBackendName))
@@ -133,6 +133,7 @@ class Config:
         if int(value) < minimum or (maximum is not None and int(value) > maximum):
             limit = f"at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
             raise ValueError(f"{name} is {value}, it must be {limit}")
+        object.__setattr__(self, name, int(value))  # numpy's, say
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -148,5 +149,5 @@ class Config:
         value = self.gpu_memory_utilization
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"gpu_memory_utilization must be a number, not {value!r}")
-        if not (math.isfinite(value) and 0 < value <= 1):
+        if not 0 < value <= 1:
             raise ValueError(f"gpu_memory_utilization is {value}, it must be in (0, 1]")

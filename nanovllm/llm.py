@@ -21,7 +21,7 @@ from nanovllm.engine.prompt import Prompt
 from nanovllm.engine.request import Request
 from nanovllm.outputs import EngineStats, RequestOutput
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.tokenizer import Tokenizer
+from nanovllm.utils.tokenizer import Tokenizer, check_encodable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -309,12 +309,15 @@ def chat_prompt(
     """One conversation as a prompt, written out by the chat template; see `LLM.chat`."""
     if tokenizer is None:
         raise ValueError("chat() needs a tokenizer: skip_tokenizer_init is True")
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        raise TypeError(f"chat_template_kwargs must be a dict, not {chat_template_kwargs!r:.80}")
     text = tokenizer.apply_chat_template(
         conversation,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
         continue_final_message=continue_final_message,
         **(chat_template_kwargs or {}),
     )
+    check_encodable(text)
     # The template has put a BOS where there should be one.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return {"prompt": text, "prompt_token_ids": token_ids}

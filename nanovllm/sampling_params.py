@@ -14,6 +14,7 @@ from numbers import Integral, Real
 GREEDY_TEMPERATURE = 1e-5  # below this a temperature means argmax, as in vLLM
 MAX_SEED = 2**63 - 1
 MAX_MIN_TOKENS = 2**31 - 1
+MAX_TEMPERATURE = 1e30  # its reciprocal is a float32 too
 MAX_N = 16384  # samples of one prompt; vLLM's limit
 
 
@@ -76,7 +77,7 @@ class SamplingParams:
             ValueError: a value out of range, or two fields that contradict each other.
         """
         values: dict[str, object] = {
-            "temperature": _real("temperature", temperature, low=0.0),
+            "temperature": _real("temperature", temperature, low=0.0, high=MAX_TEMPERATURE),
             "max_tokens": _optional_int("max_tokens", max_tokens, low=1),
             "ignore_eos": _bool("ignore_eos", ignore_eos),
             "top_p": _real("top_p", top_p, above=0.0, high=1.0),

@@ -148,6 +148,16 @@ BAD_LINES: dict[str, tuple[bytes, object, str]] = {
     "body": (b'{"custom_id": "a", "body": 3}', "a", "invalid_request"),
     "body field": (b'{"custom_id": "a", "body": {"prompt": "x", "zz": 1}}', "a", "invalid_request"),
     "url": (b'{"custom_id": "a", "url": "/v1/x", "body": {"prompt": "x"}}', "a", "invalid_request"),
+    "url of another kind": (
+        b'{"custom_id": "a", "url": ["x"], "body": {"prompt": "x"}}',
+        "a",
+        "invalid_request",
+    ),
+    "embeddings": (
+        b'{"custom_id": "a", "url": "/v1/embeddings", "body": {"input": "x"}}',
+        "a",
+        "invalid_request",
+    ),
     "streaming": (
         b'{"custom_id": "a", "body": {"prompt": "x", "stream": true}}',
         "a",

@@ -63,9 +63,16 @@ def test_keywords_of_vllm_that_change_nothing_warn_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = Config.from_kwargs(
-            "folder", trust_remote_code=False, disable_log_stats=True, swap_space=4, seed=5
+            "folder",
+            trust_remote_code=False,
+            disable_log_stats=True,
+            swap_space=4,
+            max_logprobs=50,
+            hf_overrides={},
+            dtype="half",
+            seed=5,
         )
-    assert config.seed == 5
+    assert (config.seed, config.dtype) == (5, "float16")
     (warning,) = caught
     for name in ("trust_remote_code", "disable_log_stats", "swap_space"):
         assert name in str(warning.message)
@@ -73,7 +80,13 @@ def test_keywords_of_vllm_that_change_nothing_warn_once() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("trust_remote_code", True), ("enable_chunked_prefill", False), ("swap_space", 16)],
+    [
+        ("trust_remote_code", True),
+        ("enable_chunked_prefill", False),
+        ("swap_space", 16),
+        ("quantization", "awq"),
+        ("kv_cache_dtype", "fp8"),
+    ],
 )
 def test_keyword_of_vllm_that_would_change_something_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{name}={value!r} is not supported"):
@@ -83,8 +96,20 @@ def test_keyword_of_vllm_that_would_change_something_is_refused(name: str, value
 @pytest.mark.parametrize("name", COUNTS + OPTIONAL_COUNTS)
 def test_count_below_its_minimum_is_refused(name: str) -> None:
     for value in (0, -1, -(2**70)):
-        with pytest.raises(ValueError, match=f"{name} is {value}, it must be at least"):
+        with pytest.raises(ValueError, match=f"{name} is {value}, it must be (at least|in) "):
             LLM("folder", **{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "kvcache_block_size", "num_kvcache_blocks"])
+def test_count_beyond_all_memory_is_refused_by_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {10**30}, it must be in 1.."):
+        LLM("folder", **{name: 10**30})
+
+
+def test_numpys_ints_are_kept_as_pythons() -> None:
+    """Blocks of np.int64(4) tokens failed in the first step, and ranks couldn't be told of them."""
+    config = Config(model="folder", kvcache_block_size=np.int64(4), seed=np.int32(7))
+    assert (type(config.kvcache_block_size), type(config.seed)) == (int, int)
 
 
 @pytest.mark.parametrize("name", [*COUNTS, *OPTIONAL_COUNTS, "seed"])
@@ -120,7 +145,7 @@ def test_unknown_choice_is_refused_with_the_known_ones(name: str, value: object)
         LLM("folder", **{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -0.1, 1.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [0, -0.1, 1.01, float("nan"), float("inf"), 10**400])
 def test_share_of_memory_outside_its_range_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match=r"gpu_memory_utilization is .*\(0, 1\]"):
         LLM("folder", gpu_memory_utilization=value)

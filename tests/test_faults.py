@@ -8,6 +8,7 @@ errors of a step in `test_lifecycle.py`, ranks that fail in steps in `engine/tes
 import contextlib
 import gc
 import json
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -207,6 +208,22 @@ def verbs() -> dict[str, Callable[[LLM, dict[str, torch.Tensor]], object]]:
         "wake_up": lambda llm, weights: llm.wake_up(),
         "exit": lambda llm, weights: llm.exit(),
     }
+
+
+@pytest.mark.usefixtures("hard_timeout", "quick_start")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_copy_that_ends_leaves_the_ranks_alone(folder: Path) -> None:
+    """At its end multiprocessing terminated them: the copy had inherited the list of them."""
+    with open_llm(folder, tensor_parallel_size=2) as llm:
+        before = answers(llm)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                multiprocessing.util._exit_function()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert answers(llm) == before
 
 
 @pytest.mark.usefixtures("hard_timeout", "quick_start")

@@ -105,7 +105,8 @@ REFUSED = {
     "nested ids": ([[[1, 2]]], TypeError, "prompt 0: .*flat list of ints"),
     "ragged ids": ([[[1], [2, 3]]], TypeError, "prompt 0: .*flat list of ints"),
     "an array of floats": ([np.array([1.5])], TypeError, "prompt 0: .*flat list of ints"),
-    "bytes": ([b"abc"], TypeError, "prompt 0: "),
+    "bytes": ([b"abc"], TypeError, "prompt 0: .*not a bytes"),
+    "bytes, alone": (bytearray(b"abc"), TypeError, "prompt 0: .*not a bytearray"),
     "None": ([GOOD, None], TypeError, "prompt 1: .*NoneType"),
     "a number": (7, TypeError, "int"),
     "a set": ({1, 2}, TypeError, "set"),
@@ -218,7 +219,7 @@ BAD_CONVERSATIONS = {
         "text of a content part must be a str, not None",
     ),
     "no messages": ([], ValueError, "the chat template can't .*empty conversation"),
-    "a lone surrogate": ([{"role": "user", "content": "\ud800"}], TypeError, "must be str"),
+    "a lone surrogate": ([{"role": "user", "content": "\ud800"}], ValueError, "no valid Unicode"),
 }
 
 

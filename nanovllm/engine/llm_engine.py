@@ -186,7 +186,7 @@ class LLMEngine:
         if request is None:
             return
         try:
-            self._drop(request)
+            self._drop([request])
         except BaseException:
             self._recover()
             raise
@@ -194,20 +194,21 @@ class LLMEngine:
     def abort_all(self, requests: Iterable[Request]) -> None:
         """Drop all of these, whatever interrupts it."""
         try:
-            for request in requests:
-                self.abort(request.request_id)
+            self._drop([r for r in requests if r.request_id in self._requests])
         except BaseException:
             self._recover()
             raise
 
-    def _drop(self, request: Request) -> None:
-        unfinished = [sample.seq for sample in request.samples if not sample.seq.is_finished]
-        self.scheduler.finish(unfinished, "abort")
-        request.num_unfinished = 0
+    def _drop(self, requests: list[Request]) -> None:
+        samples = itertools.chain.from_iterable(request.samples for request in requests)
+        unfinished = [sample.seq for sample in samples if not sample.seq.is_finished]
+        self.scheduler.finish(unfinished, "abort")  # all at once: it looks through the queue
         for seq in unfinished:
             if seq in self._samples:  # not yet, if queueing it was interrupted
                 self._forget(seq)
-        del self._requests[request.request_id]
+        for request in requests:
+            request.num_unfinished = 0
+            del self._requests[request.request_id]
 
     def is_finished(self) -> bool:
         """Whether no request is queued or running."""
@@ -229,8 +230,11 @@ class LLMEngine:
         self.check_usable()
         try:
             return self._step(deltas)
-        except BaseException:
+        except BaseException as error:
+            is_closed = self._runner is None  # by another thread
             self._recover()
+            if is_closed and isinstance(error, Exception):
+                self.check_usable()
             raise
 
     def _step(self, deltas: bool) -> list[RequestOutput]:

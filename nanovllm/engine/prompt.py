@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanovllm.utils.tokenizer import check_encodable
+
 Prompt = str | Items[int] | np.ndarray | Mapping[str, object]
 
 
@@ -28,16 +30,9 @@ def parse_prompt(prompt: Prompt, vocab_size: int) -> ParsedPrompt:
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("the prompt is empty: it needs at least one token")
-        _check_encodable(prompt)
+        check_encodable(prompt)
         return ParsedPrompt(prompt, None)
     return ParsedPrompt(None, parse_token_ids(prompt, vocab_size))
-
-
-def _check_encodable(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is no valid Unicode text: {error}") from error
 
 
 def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list[int]:
@@ -56,8 +51,9 @@ def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list
 
 def _int_array(token_ids: Items[int] | np.ndarray) -> np.ndarray:
     """Token ids as a flat array of ints: Python's own where one is too large for numpy's."""
-    if isinstance(token_ids, str):
-        raise TypeError("token ids must be a flat list of ints, not a str")
+    if isinstance(token_ids, str | bytes | bytearray | memoryview):
+        kind = type(token_ids).__name__
+        raise TypeError(f"token ids must be a flat list of ints, not a {kind}")
     try:
         array = np.asarray(token_ids)
     except ValueError as error:  # lists of different lengths

@@ -328,13 +328,17 @@ class Scheduler:
         if not self.waiting:
             return True
         num_lanes = min(len(self.running) + len(self.waiting), self.max_num_seqs)
-        num_riding = num_mixed_prompt_tokens(num_lanes, self.max_num_mixed_tokens)
         # Lanes fill meanwhile: on the way a step carries about twice what it does in the end.
-        num_steps = self._num_waiting_tokens / (2 * num_riding)
+        num_steps = self._num_waiting_tokens / (2 * max(self._num_riding_tokens(num_lanes), 1))
         last = self.waiting[-1]
         num_steps_after = last.max_total_tokens - last.num_tokens
         num_steps_spare = self._gather_decodes().num_steps_of_longest - num_steps_after
         return num_steps <= max(num_steps_spare, self.num_riding_steps)
+
+    def _num_riding_tokens(self, num_decodes: int) -> int:
+        """Prompt tokens that a mixed step takes beside so many decode lanes."""
+        num_tokens = num_mixed_prompt_tokens(num_decodes, self.max_num_mixed_tokens)
+        return min(num_tokens, self.max_num_batched_tokens - num_decodes)
 
     def _count_waiting_tokens(self) -> int:
         return sum(seq.num_tokens - seq.num_computed_tokens for seq in self.waiting)
@@ -362,10 +366,7 @@ class Scheduler:
         num_decodes = len(decodes.sequences)
         if not num_decodes:
             return self._schedule_prefill()
-        budget = min(
-            num_mixed_prompt_tokens(num_decodes, self.max_num_mixed_tokens),
-            self.max_num_batched_tokens - num_decodes,
-        )
+        budget = self._num_riding_tokens(num_decodes)
         chunks = self._take_prompts(budget, MAX_MIXED_PREFILLS, cuts_last=True)
         if not chunks:
             return self._build_decode(decodes)

@@ -16,6 +16,7 @@ Whatever becomes of the caller, no rank outlives it: each watches its parent.
 """
 
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -130,6 +131,7 @@ def start_workers(
             NotImplementedError stay what they are), or the script that started this process has no
             `__main__` guard. All ranks are gone.
     """
+    _disown_after_fork()
     _refuse_unguarded_script(size)
     _refuse_script_without_file(size)
     channel = Channel(size)
@@ -161,6 +163,15 @@ def start_workers(
     finally:
         meeting_point.close()
     return group
+
+
+@functools.cache
+def _disown_after_fork() -> None:
+    """Keep a forked copy of this process, when it exits, from ending ranks that aren't its own.
+
+    multiprocessing terminates daemons at exit, and a copy inherits its list of them.
+    """
+    os.register_at_fork(after_in_child=multiprocessing.process._children.clear)  # type: ignore[attr-defined]
 
 
 class WorkerGroup:

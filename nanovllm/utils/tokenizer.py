@@ -86,6 +86,7 @@ class Tokenizer:
         """
         sequences: list[tuple[int, ...]] = []
         for word in bad_words:
+            check_encodable(word, "a word of bad_words")
             plain, spaced = (
                 tuple(self.encode(prefix + word.lstrip(), add_special_tokens=False))
                 for prefix in ("", " ")
@@ -284,3 +285,15 @@ def _token_content(token: object) -> str | None:
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None
+
+
+def check_encodable(text: str, name: str = "the prompt") -> None:
+    """Raise unless `text` has a UTF-8 form: one with half a surrogate pair has none.
+
+    Raises:
+        ValueError: With `name`.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is no valid Unicode text: {error}") from error

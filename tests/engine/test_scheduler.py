@@ -392,6 +392,20 @@ def test_prompts_of_outputs_all_alike_get_whole_steps() -> None:
     assert kinds_of_steps(scheduler) == [(32, 0), (32, 0), (32, 0), (28, 0)]
 
 
+def test_prompts_dont_ride_where_the_token_budget_leaves_them_a_token_a_step() -> None:
+    """Steps were counted as if mixed ones could exceed it, and the last output ended late."""
+    scheduler = make_scheduler(
+        num_blocks=512, max_num_seqs=16, max_num_batched_tokens=17, max_num_mixed_tokens=16
+    )
+    for i in range(8):
+        add(scheduler, 1, max_tokens=60, seq_id=i)
+    run_step(scheduler)
+    for i in range(8):
+        add(scheduler, 12, max_tokens=20, seq_id=8 + i)
+    # 96 tokens, two a step while lanes fill, and 39 steps to spare; as many as 8 were expected.
+    assert kinds_of_steps(scheduler)[0] == (12, 0)
+
+
 def test_few_prompts_that_come_later_ride() -> None:
     """However long they run: all lanes would sit out a step of theirs."""
     scheduler = make_scheduler(
