@@ -21,7 +21,7 @@ FLOORS = (
     ("llm",),
     ("", "__main__", "batch_file", "ray_data"),  # "": the package itself
 )
-WITHOUT_TORCH = ("sequence", "block_manager", "batch", "scheduler")
+WITHOUT_TORCH = ("sequence", "block_manager", "batch", "decodes", "scheduler")
 
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

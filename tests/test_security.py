@@ -23,7 +23,8 @@ from processes import rank_pids, shared_memory_names
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.channel import Message
-from nanovllm.engine.worker import Command, _unpack_weight, serve
+from nanovllm.engine.commands import Command, unpack_weight
+from nanovllm.engine.rank import serve
 from nanovllm.utils.shared_file import SharedFile
 
 PACKAGE = Path(nanovllm.__file__).parent
@@ -198,11 +199,11 @@ def test_command_cannot_name_a_method() -> None:
         header = json.dumps(["model.norm.weight", dtype_name, [2]]).encode()
         return struct.pack("<Q", len(header)) + header + bytes(8)
 
-    name, tensor = _unpack_weight(weight("float32"))
+    name, tensor = unpack_weight(weight("float32"))
     assert (name, tensor.tolist()) == ("model.norm.weight", [0.0, 0.0])
     for dtype_name in ("load", "nn", "float33", "__loader__", "hub.load"):
         with pytest.raises(ValueError, match="no kind of number"):
-            _unpack_weight(weight(dtype_name))
+            unpack_weight(weight(dtype_name))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -210,7 +211,7 @@ def test_random_bytes_are_no_weight(seed: int) -> None:
     rng = np.random.default_rng(seed)
     payload = rng.integers(0, 256, int(rng.integers(0, 40)), dtype=np.uint8).tobytes()
     with pytest.raises(ValueError, match="."):
-        _unpack_weight(payload)
+        unpack_weight(payload)
 
 
 @is_linux

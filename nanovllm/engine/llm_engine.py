@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.commands import Pending
 from nanovllm.engine.input_processor import InputProcessor, load_tokenizer
 from nanovllm.engine.logprobs import read_rows
 from nanovllm.engine.model_runner import ModelRunner
@@ -34,7 +35,7 @@ from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.settings import RunnerSettings, resolve_settings
-from nanovllm.engine.worker import Pending, WorkerGroup, start_workers
+from nanovllm.engine.worker import WorkerGroup, start_workers
 from nanovllm.outputs import EngineStats, RequestOutput, RunnerDescription
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.model_folder import eos_token_ids, read_json

@@ -38,6 +38,7 @@ from nanovllm.engine.batch import (
     num_mixed_prompt_tokens,
 )
 from nanovllm.engine.block_manager import Admission, BlockManager
+from nanovllm.engine.decodes import Decodes
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
 # Prefill steps that running sequences sit out before they decode one token: their wait is bounded
@@ -59,7 +60,7 @@ class Step(NamedTuple):
 
     batch: ScheduledBatch
     sequences: Lanes[Sequence | None]  # by lane; None: the prompt isn't through, drop its token
-    decodes: "_Decodes | None" = None  # the same lanes, if all of them decode
+    decodes: Decodes | None = None  # the same lanes, if all of them decode
     num_ended: int = 0  # sequences that had ended when the step was scheduled
 
 
@@ -69,59 +70,6 @@ class _Chunk(NamedTuple):
     seq: Sequence
     start: int  # position of its first token
     token_ids: list[int]
-
-
-class _Decodes:
-    """The sequences that decode, and the same as arrays; kept from step to step while they stay.
-
-    Of 256 sequences about one ends or needs a block in a step: what is the same for all is done on
-    arrays, and gathering those anew from the sequences would take longer than the rest. So would
-    telling each that it has advanced: `starts` is ahead of their num_computed_tokens until
-    `settle`, which must come before anyone reads those.
-    """
-
-    __slots__ = (
-        "limits",
-        "num_steps_of_shortest",
-        "num_steps_of_longest",
-        "rows",
-        "sequences",
-        "starts",
-        "stop_token_ids",
-        "token_lists",
-    )
-
-    def __init__(self, sequences: list[Sequence]) -> None:
-        self.sequences = sequences
-        self.rows = np.array([seq.row for seq in sequences], dtype=np.int32)
-        self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
-        self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
-        # Steps until the first of them has its last token in flight, and until the last one has.
-        steps_left = self.limits - self.starts
-        self.num_steps_of_shortest = int(steps_left.min(initial=1 << 30))
-        self.num_steps_of_longest = int(steps_left.max(initial=0))
-        self.token_lists = [seq.token_ids for seq in sequences]
-        # Most sequences share one set of ids, so few are joined.
-        self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})
-
-    def without_exhausted(self) -> "_Decodes":
-        """Those left whose last token isn't in flight: a count, so known beforehand."""
-        if self.num_steps_of_shortest > 0:
-            return self
-        self.settle()
-        may_go_on = self.starts < self.limits
-        return _Decodes([self.sequences[i] for i in np.flatnonzero(may_go_on).tolist()])
-
-    def advance(self) -> None:
-        """Count one token of each as computed."""
-        self.starts = self.starts + 1  # not in place: the step just built holds the old one
-        self.num_steps_of_shortest -= 1
-        self.num_steps_of_longest -= 1
-
-    def settle(self) -> None:
-        """Tell the sequences how far they are."""
-        for seq, start in zip(self.sequences, self.starts.tolist(), strict=True):
-            seq.num_computed_tokens = start
 
 
 class Scheduler:
@@ -163,7 +111,7 @@ class Scheduler:
         # the steps that they have been held.
         self._held_until_ended = 0
         self._num_steps_held = 0
-        self._decodes: _Decodes | None = None  # of the last step; None: `running` has changed
+        self._decodes: Decodes | None = None  # of the last step; None: `running` has changed
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         # Records for the next batch: what rows and block tables gained since the last one.
         self._new_rows: list[tuple[int, int, int, int]] = []
@@ -235,7 +183,7 @@ class Scheduler:
         return finished
 
     def _confirm_all(
-        self, decodes: _Decodes, starts: np.ndarray, token_ids: list[int]
+        self, decodes: Decodes, starts: np.ndarray, token_ids: list[int]
     ) -> list[Sequence]:
         """Confirm a token of every sequence, none of which ends but by its count.
 
@@ -444,7 +392,7 @@ class Scheduler:
             return None
         return self._build_decode(decodes)
 
-    def _build_decode(self, decodes: _Decodes) -> Step:
+    def _build_decode(self, decodes: Decodes) -> Step:
         step = self._build_step(decodes.sequences, decodes.rows, decodes.starts, decodes=decodes)
         decodes.advance()
         return step
@@ -455,12 +403,12 @@ class Scheduler:
             self._decodes.settle()
             self._decodes = None
 
-    def _gather_decodes(self) -> _Decodes:
+    def _gather_decodes(self) -> Decodes:
         """The running sequences that may have another token."""
-        self._decodes = (self._decodes or _Decodes([*self.running])).without_exhausted()
+        self._decodes = (self._decodes or Decodes([*self.running])).without_exhausted()
         return self._decodes
 
-    def _claim_decodes(self, in_flight: bool) -> _Decodes | None:
+    def _claim_decodes(self, in_flight: bool) -> Decodes | None:
         """The running sequences that may have another token, with a slot for it.
 
         Decided before anything changes: if blocks are short, either the step in flight is
@@ -495,7 +443,7 @@ class Scheduler:
             return self.waiting[0]
         return self.running[-1]
 
-    def _build_prefill(self, chunks: list[_Chunk], decodes: _Decodes | None = None) -> Step:
+    def _build_prefill(self, chunks: list[_Chunk], decodes: Decodes | None = None) -> Step:
         """A step of prompt chunks, then decode lanes if there are any."""
         sequences = [chunk.seq for chunk in chunks]
         receivers = [seq if seq.num_pending else None for seq in sequences]
@@ -521,7 +469,7 @@ class Scheduler:
         starts: np.ndarray,
         num_tokens: np.ndarray = _EMPTY,
         prompt_tokens: np.ndarray = _EMPTY,
-        decodes: _Decodes | None = None,
+        decodes: Decodes | None = None,
     ) -> Step:
         """A step of these lanes, with what rows and block tables gained since the last one."""
         batch = ScheduledBatch(

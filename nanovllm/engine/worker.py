@@ -2,9 +2,9 @@
 
 With tensor_parallel_size > 1 every rank is a child process with a ModelRunner of its own, and the
 caller's process keeps only the Scheduler: it holds no CUDA context, and a rank that spins on a dead
-peer can simply be killed. `WorkerGroup` is what the engine sees in place of a ModelRunner; `serve`
-is the loop that a rank runs. Between them goes a closed set of commands, through `channel.py`: a
-step is the int32 array of its ScheduledBatch, and no command can name a method.
+peer can simply be killed. `WorkerGroup` is what the engine sees in place of a ModelRunner; what a
+rank's process does is in `rank.py`. Between them go `commands.py`'s, through `channel.py`: a step
+is the int32 array of its ScheduledBatch.
 
 All ranks do the same with every command, so they stay in step by order alone. Only rank 0 returns
 tokens, when it is told to collect them: that command follows the *next* step, so the device has
@@ -22,98 +22,38 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from enum import IntEnum, auto
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
 from nanovllm.engine.batch import ScheduledBatch
-from nanovllm.engine.channel import Channel, RankEnd, Reply
+from nanovllm.engine.channel import Channel, Reply
+from nanovllm.engine.commands import NO_COMMAND, Answer, Command, Failure, pack_weight
+from nanovllm.engine.rank import BuildRunner, build_model_runner, run_rank
 from nanovllm.outputs import RunnerDescription
 from nanovllm.utils.shared_file import SharedFile
 
 if TYPE_CHECKING:
     import torch
 
-    from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.engine.settings import RunnerSettings
 
 _GRACE_S = 0.5  # after a first failure, for the one behind it to show itself
 _EXIT_S = 5.0  # for ranks to end by themselves when told to
 _KILL_S = 3.0  # for the kernel to end a killed rank
-_WATCH_S = 1.0  # between looks at who the parent is
 _NAME = "nanovllm rank"
 _NO_MAIN_GUARD = 120  # exit code of a rank whose import of the user's script came to start ranks
-_NO_COMMAND = -1  # number in a reply that nobody asked for
-_MAX_IN_FLIGHT = 3  # results that a rank keeps for collection; the engine has at most two
 
-
-class Command(IntEnum):
-    """All that a rank can be told."""
-
-    STEP = 0  # payload: a ScheduledBatch as int32 words; no reply
-    COLLECT = auto()  # payload: the number of a STEP; rank 0 replies with what `_pack` makes of it
-    ALLOCATE_KV_CACHE = auto()  # every rank replies with the number of blocks
-    CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `RunnerDescription`
-    SYNCHRONIZE = auto()  # every rank replies when all that was launched is done
-    LOAD_WEIGHT = auto()  # payload: see `_pack_weight`; every rank replies when it is written
-    SLEEP = auto()  # every rank replies with the same when the cache's memory is free
-    WAKE_UP = auto()  # payload: the number of blocks; every rank replies with the same
-    EXIT = auto()  # the rank ends; no reply
-
-
-class Answer(IntEnum):
-    """What a reply is."""
-
-    DONE = 0  # payload: what `Command` says; to no command: the rank has been built
-    ERROR = auto()  # payload: a `Failure` as JSON; the rank does nothing more
-
-
-class Failure(NamedTuple):
-    """An exception in a rank."""
-
-    type_name: str
-    message: str
-    traceback: str
-
-
-class Pending(Protocol):
-    """What a launched step will yield."""
-
-    def wait(self) -> list[int]: ...
-    def wait_logprobs(self) -> np.ndarray | None: ...
-
-
-class Runner(Protocol):
-    """The part of ModelRunner that a rank is driven by."""
-
-    def launch(self, batch: ScheduledBatch) -> Pending: ...
-    def allocate_kv_cache(self) -> int: ...
-    def capture_cudagraph(self) -> None: ...
-    def load_weights(self, weights: Iterable[tuple[str, "torch.Tensor"]]) -> None: ...
-    def sleep(self) -> None: ...
-    def wake_up(self, num_blocks: int) -> None: ...
-    def synchronize(self) -> None: ...
-    def exit(self) -> None: ...
-    def describe(self) -> RunnerDescription: ...
-
-
-BuildRunner = Callable[["RunnerSettings", int, SharedFile], Runner]
 
 # Exceptions whose type tells the caller something; any other becomes a RuntimeError.
 _TYPES_KEPT: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, ImportError, NotImplementedError)
 }
-
-
-# The caller's side
 
 
 def start_workers(
@@ -229,7 +169,7 @@ class WorkerGroup:
             num_ranks=self.settings.config.tensor_parallel_size,
         )
         for name, tensor in checked_weights(outline, weights):
-            self._ask(Command.LOAD_WEIGHT, _pack_weight(name, tensor))
+            self._ask(Command.LOAD_WEIGHT, pack_weight(name, tensor))
 
     def sleep(self) -> None:
         """As ModelRunner's."""
@@ -251,10 +191,10 @@ class WorkerGroup:
 
     def wait_until_ready(self) -> None:
         """Wait for every rank to be built."""
-        self._receive(_NO_COMMAND, len(self._processes))
+        self._receive(NO_COMMAND, len(self._processes))
 
     def collect(self, number: int) -> np.ndarray:
-        """What `_pack` made of the result of the STEP with this number."""
+        """What `pack_result` made of the result of the STEP with this number."""
         asked = self._publish(Command.COLLECT, number.to_bytes(8, "little"))
         (words,) = self._receive(asked, 1)
         return np.frombuffer(words, dtype=np.int32)
@@ -447,169 +387,3 @@ def _kill(processes: list[BaseProcess]) -> None:
         with contextlib.suppress(ValueError):  # the kernel hasn't ended it yet
             process.close()
     processes.clear()
-
-
-# A rank's side
-
-
-def run_rank(
-    end: RankEnd,
-    settings: "RunnerSettings",
-    rank: int,
-    meeting_point: SharedFile,
-    build: BuildRunner,
-) -> None:
-    """The life of a rank's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides when to end
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    try:
-        runner = build(settings, rank, meeting_point)
-        end.reply(_NO_COMMAND, Answer.DONE)
-        serve(runner, end, rank)
-        _leave(0)  # the runner has let go of everything; taking torch apart would take seconds
-    except (EOFError, BrokenPipeError):
-        _leave(1)  # the caller is gone
-    except BaseException as error:
-        _report(error, end)
-        # Going on holding our end: peers would report our broken connection instead of this.
-        while True:
-            signal.pause()
-
-
-def build_model_runner(
-    settings: "RunnerSettings", rank: int, meeting_point: SharedFile
-) -> "RankRunner":
-    """A rank of the real network, in a process group that this process owns."""
-    from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.layers.peer_norm import with_peer_norm
-    from nanovllm.utils.distributed import join_group, limit_threads, with_peer_memory
-
-    config, hidden_size = settings.config, settings.model_config.hidden_size
-    size = config.tensor_parallel_size
-    if settings.device_type == "cpu":
-        limit_threads(size)
-    tp = join_group(rank, size, settings.device_type, meeting_point.path)
-    if settings.device_type == "cuda":
-        tp = with_peer_memory(tp, hidden_size, settings.dtype, settings.max_num_seqs)
-        tp = with_peer_norm(tp, hidden_size, settings.dtype, settings.max_num_seqs)
-    return RankRunner(ModelRunner(settings, tp))
-
-
-class RankRunner:
-    """A ModelRunner together with the process group that it talks through."""
-
-    def __init__(self, runner: "ModelRunner") -> None:
-        self._runner = runner
-        self.launch = runner.launch
-        self.allocate_kv_cache = runner.allocate_kv_cache
-        self.capture_cudagraph = runner.capture_cudagraph
-        self.load_weights = runner.load_weights
-        self.sleep = runner.sleep
-        self.wake_up = runner.wake_up
-        self.synchronize = runner.synchronize
-        self.describe = runner.describe
-
-    def exit(self) -> None:
-        from nanovllm.utils.distributed import leave_group
-
-        self._runner.exit()  # graphs first: they hold collectives of the group
-        leave_group()
-
-
-def serve(runner: Runner, end: RankEnd, rank: int) -> None:
-    """Do what the caller commands, in order, until it says EXIT."""
-    pending: dict[int, Pending] = {}  # launched steps that may be collected, by number
-    while True:
-        message = end.receive()
-        command = Command(message.kind)
-        if command is Command.STEP:
-            words = np.frombuffer(message.payload, dtype=np.int32)
-            pending[message.number] = runner.launch(ScheduledBatch.from_wire(words))
-            if len(pending) > _MAX_IN_FLIGHT:
-                del pending[min(pending)]
-        elif command is Command.COLLECT:
-            result = pending.pop(int.from_bytes(message.payload, "little"))
-            if rank == 0:
-                end.reply(message.number, Answer.DONE, _pack(result))
-        elif command is Command.EXIT:
-            runner.exit()
-            return
-        else:
-            end.reply(message.number, Answer.DONE, _obey(command, message.payload, runner))
-
-
-def _pack(result: Pending) -> np.ndarray:
-    """A step's result as int32 words: the number of tokens, the tokens, then any logprobs."""
-    tokens, logprobs = result.wait(), result.wait_logprobs()
-    words = np.array([len(tokens), *tokens], dtype=np.int32)
-    return words if logprobs is None else np.concatenate([words, logprobs])
-
-
-def _pack_weight(name: str, tensor: "torch.Tensor") -> np.ndarray:
-    """A named tensor as bytes: the length of a JSON header, the header, the numbers."""
-    import torch
-
-    header = json.dumps([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-    length = len(header.encode()).to_bytes(8, "little")
-    numbers = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return np.concatenate([np.frombuffer(length + header.encode(), dtype=np.uint8), numbers])
-
-
-def _unpack_weight(payload: bytes | bytearray) -> tuple[str, "torch.Tensor"]:
-    """What `_pack_weight` packed."""
-    import torch
-
-    start = 8 + int.from_bytes(payload[:8], "little")
-    name, dtype_name, shape = json.loads(bytes(payload[8:start]))
-    dtype = getattr(torch, dtype_name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype_name!r} is no kind of number")
-    numbers = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8, offset=start).copy())
-    return name, numbers.view(dtype).view(shape)
-
-
-def _obey(command: Command, payload: bytes | bytearray, runner: Runner) -> bytes:
-    """Carry out a command that every rank answers; return the answer."""
-    if command is Command.LOAD_WEIGHT:
-        runner.load_weights([_unpack_weight(payload)])
-        return b""
-    if command is Command.ALLOCATE_KV_CACHE:
-        return runner.allocate_kv_cache().to_bytes(8, "little")
-    if command is Command.SYNCHRONIZE:
-        runner.synchronize()
-        return b""
-    if command is Command.SLEEP:
-        runner.sleep()
-    elif command is Command.WAKE_UP:
-        runner.wake_up(int.from_bytes(payload, "little"))
-    else:
-        assert command is Command.CAPTURE_CUDAGRAPH, f"nobody obeys {command!r}"
-        runner.capture_cudagraph()
-    return json.dumps(runner.describe()).encode()
-
-
-def _report(error: BaseException, end: RankEnd) -> None:
-    text = "".join(traceback.format_exception(error))
-    failure = Failure(type(error).__name__, str(error), text)
-    try:
-        end.reply(_NO_COMMAND, Answer.ERROR, json.dumps(failure).encode())
-    except OSError:
-        _leave(1)  # the caller is gone
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """End this process as soon as its parent has ended, whatever it is doing.
-
-    Not prctl(PR_SET_PDEATHSIG): that fires when the *thread* that started us ends. The parent's
-    sentinel tells at once; its pid tells even if a forked copy of it keeps the sentinel open.
-    """
-    parent = multiprocessing.parent_process()
-    while os.getppid() == parent_pid and parent is not None and parent.is_alive():
-        parent.join(_WATCH_S)
-    _leave(1)
-
-
-def _leave(exit_code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

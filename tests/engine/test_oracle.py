@@ -13,7 +13,8 @@ from engine.worlds import Lane, Loop, SlotRunner, World
 
 from nanovllm.engine.batch import MAX_MIXED_PREFILLS, ScheduledBatch, num_mixed_prompt_tokens
 from nanovllm.engine.block_manager import Block, BlockManager
-from nanovllm.engine.scheduler import Scheduler, Step, _Decodes
+from nanovllm.engine.decodes import Decodes
+from nanovllm.engine.scheduler import Scheduler, Step
 from nanovllm.engine.sequence import Sequence
 
 NUM_WORLDS = 300
@@ -135,18 +136,18 @@ def test_thousands_told_late_run_as_those_told_at_once() -> None:
     assert counts["preemptions"] >= 2000
 
 
-class LeavesBehind(_Decodes):
+class LeavesBehind(Decodes):
     """Goes on without those that ended by count, and tells nobody how far they are."""
 
-    def without_exhausted(self) -> _Decodes:
+    def without_exhausted(self) -> Decodes:
         if self.num_steps_of_shortest > 0:
             return self
         may_go_on = (self.starts < self.limits).tolist()
-        return _Decodes(list(itertools.compress(self.sequences, may_go_on)))
+        return Decodes(list(itertools.compress(self.sequences, may_go_on)))
 
 
 def test_sequence_that_is_left_behind_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.engine.scheduler._Decodes", LeavesBehind)
+    monkeypatch.setattr("nanovllm.engine.scheduler.Decodes", LeavesBehind)
     with pytest.raises(AssertionError):
         run_told_late_and_at_once(range(NUM_WORLDS_OF_OTHER_MODES), True, True)
 
