@@ -309,6 +309,41 @@ def test_seed_depends_on_the_id_alone() -> None:
     assert seed("a", **{"temperature": 0}) is None
 
 
+def test_arguments_of_the_chat_template_are_the_lines_then_the_commands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[object] = []
+
+    def note(tokenizer: object, conversation: object, **options: object) -> str:
+        given.append(options["chat_template_kwargs"])
+        return "x"
+
+    monkeypatch.setattr("nanovllm.batch_file.chat_prompt", note)
+    flags = ["--chat-template-kwargs", '{"enable_thinking": false, "a": 1}']
+    args = command.parse_args(["in", "out", "--model", "m", *flags])
+    reader = command.make_reader(args, None, Config(model="m"), SamplingParams())
+    messages = [{"role": "user", "content": "hi"}]
+    reader.read({"id": 1, "messages": messages})
+    reader.read({"id": 2, "messages": messages, "chat_template_kwargs": {"a": 2}})
+    assert given == [{"enable_thinking": False, "a": 1}, {"enable_thinking": False, "a": 2}]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "text"),
+    [
+        ("--chat-template-kwargs", "{enable_thinking: false}", "is no JSON"),
+        ("--chat-template-kwargs", "[1]", "is no JSON object"),
+        ("--max-tokens", "many", "'many' is neither an integer nor none"),
+    ],
+)
+def test_option_of_another_kind_is_refused(
+    flag: str, value: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.parse_args(["in", "out", "--model", "m", flag, value])
+    assert text in capsys.readouterr().err
+
+
 # Reruns
 
 

@@ -147,6 +147,16 @@ def test_folder_that_only_looks_like_a_shard_is_passed_over(copy: Callable[..., 
         open_llm(folder)
 
 
+def test_what_a_download_without_weights_left_is_said(copy: Callable[..., Path]) -> None:
+    folder = copy()
+    (folder / SINGLE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ValueError, match="is a Git LFS pointer, git lfs pull"):
+        open_llm(folder)
+    (folder / SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no .safetensors file: convert its .bin files"):
+        open_llm(folder)
+
+
 def test_linked_files_load(copy: Callable[..., Path], tmp_path: Path) -> None:
     """The hub's cache is a folder of links to files with other names elsewhere."""
     folder = copy(max_shard_size="100KB")
