@@ -50,7 +50,11 @@ def answer_questions(model: str) -> None:
     """Ask any chat model some general questions."""
     conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
     with LLM(model) as llm:
-        outputs = llm.chat(conversations, SamplingParams(temperature=0.6, max_tokens=256))
+        outputs = llm.chat(
+            conversations,
+            SamplingParams(temperature=0.6, max_tokens=256),
+            chat_template_kwargs={"enable_thinking": False},  # which would take more tokens
+        )
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\nPrompt: {question}\nAnswer: {output.outputs[0].text}")
 

@@ -11,8 +11,7 @@ processor. Plain flags in the shared memory would need barriers that Python does
 A pipe has two more virtues: a rank with nothing to do sleeps in the kernel, and a process that dies
 closes its ends, however it died, which the other side sees at once.
 
-Nothing here is pickled and no torch is imported. What kinds of commands there are is `commands.py`'s
-business.
+Nothing here is pickled and no torch is imported. What commands there are, `commands.py` says.
 """
 
 import os
