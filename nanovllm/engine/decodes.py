@@ -20,6 +20,7 @@ class Decodes:
 
     __slots__ = (
         "limits",
+        "max_total_tokens",
         "num_steps_of_shortest",
         "num_steps_of_longest",
         "rows",
@@ -39,6 +40,7 @@ class Decodes:
         steps_left = self.limits - self.starts
         self.num_steps_of_shortest = int(steps_left.min(initial=1 << 30))
         self.num_steps_of_longest = int(steps_left.max(initial=0))
+        self.max_total_tokens = int(self.limits.max(initial=0)) + 1  # the last one isn't computed
         self.token_lists = [seq.token_ids for seq in sequences]
         # Most sequences share one set of ids, so few are joined.
         self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})

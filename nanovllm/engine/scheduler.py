@@ -278,9 +278,13 @@ class Scheduler:
         num_lanes = min(len(self.running) + len(self.waiting), self.max_num_seqs)
         # Lanes fill meanwhile: on the way a step carries about twice what it does in the end.
         num_steps = self._num_waiting_tokens / (2 * max(self._num_riding_tokens(num_lanes), 1))
-        last = self.waiting[-1]
+        last, decodes = self.waiting[-1], self._gather_decodes()
         num_steps_after = last.max_total_tokens - last.num_tokens
-        num_steps_spare = self._gather_decodes().num_steps_of_longest - num_steps_after
+        num_steps_spare = min(
+            decodes.num_steps_of_longest - num_steps_after,
+            # None where the limit is the model's own, which says nothing of an output.
+            decodes.max_total_tokens - last.max_total_tokens,
+        )
         return num_steps <= max(num_steps_spare, self.num_riding_steps)
 
     def _num_riding_tokens(self, num_decodes: int) -> int:

@@ -392,6 +392,19 @@ def test_prompts_of_outputs_all_alike_get_whole_steps() -> None:
     assert kinds_of_steps(scheduler) == [(32, 0), (32, 0), (32, 0), (28, 0)]
 
 
+def test_limits_that_are_the_models_own_say_nothing_of_outputs() -> None:
+    """With max_tokens=None a short prompt may run longer than a long one, and most likely won't."""
+    scheduler = make_scheduler(
+        num_blocks=512, max_num_seqs=32, max_num_batched_tokens=40, max_num_mixed_tokens=6
+    )
+    add(scheduler, 1, max_tokens=199, seq_id=0)
+    run_step(scheduler)
+    for i in (1, 2):
+        add(scheduler, 40, max_tokens=160, seq_id=i)
+    # 80 tokens, in 14 steps: by the outputs' limits alone there would be 38 to spare.
+    assert kinds_of_steps(scheduler) == [(40, 0), (40, 0)]
+
+
 def test_prompts_dont_ride_where_the_token_budget_leaves_them_a_token_a_step() -> None:
     """Steps were counted as if mixed ones could exceed it, and the last output ended late."""
     scheduler = make_scheduler(
