@@ -388,7 +388,7 @@ class Fuzzer:
         self.counts["workloads of mixed steps"] += bool(workload.options["max_num_mixed_tokens"])
         self.counts["workloads of two ranks"] += workload.options["tensor_parallel_size"] == 2
         # A handful makes a group here, and rides in mixed steps of few tokens, long as it takes.
-        in_small = patch.multiple(Scheduler, num_groups=3, num_riding_steps=100)
+        in_small = patch.multiple(Scheduler, num_groups=3, num_riding_steps=10**9)
         with in_small, LLM(str(FOLDER), device="cpu", **workload.options) as llm:
             version = 0
             for call in workload.calls:

@@ -6,7 +6,7 @@ import random
 import pytest
 
 import bench
-from nanovllm.model_config import ModelConfig
+from nanovllm.model_config import ModelConfig, read_config
 
 TINY_SHAPE = bench.Shape(layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64, is_tied=True)
 PROMISED_KEYS = {"tok_s", "tok_s_median", "seconds", "kv_blocks", "load_s", "versions", "settings"}
@@ -30,7 +30,7 @@ def args_of(flags: str = ""):
 
 
 def model_of(shape: str, folder) -> ModelConfig:
-    return ModelConfig.from_folder(bench.write_shape(bench.SHAPES[shape], folder))
+    return ModelConfig.from_dict(read_config(bench.write_shape(bench.SHAPES[shape], folder)))
 
 
 def test_workload_repeats_draw_nano_vllms_random_stream():
