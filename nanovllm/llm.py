@@ -329,7 +329,7 @@ def as_conversation_list(
     """One conversation or many as a list of conversations, whose contents are texts.
 
     Raises:
-        ValueError, TypeError: One of them is none; of several, the text names its index.
+        ValueError, TypeError: One is invalid; of several, the text names its index.
     """
     if isinstance(messages, str) or not isinstance(messages, Items):
         raise TypeError(f"messages must be a list of messages, not {type(messages).__name__}")
@@ -357,7 +357,7 @@ def _as_texts(conversation: Items[Message]) -> Items[Message]:
 
 def _as_text(message: Message) -> Message:
     """The message with its content as one text: chat templates of text models know no parts."""
-    # Of the role nothing more is known here, but without one templates drop a message in silence.
+    # The template knows which roles exist, but silently drops a message without one.
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise TypeError(f"a message must be a dict with role and content, not {message!r}")
     content = message.get("content")

@@ -37,16 +37,16 @@ def _empty(*shape: int) -> np.ndarray:
 class ScheduledBatch:
     """What one step runs. All arrays are int32; a lane is one sequence in this step.
 
-    Lane order is the order of the tokens returned. Every lane yields a token, that of its last
-    scheduled position; the token of a prompt that isn't through yet is dropped by the scheduler.
+    Tokens are returned in lane order. Every lane yields one, drawn from the logits of its last
+    scheduled position; the scheduler drops that of a prompt that isn't through yet.
     """
 
     rows: np.ndarray  # (lanes,) row of each lane; prefill lanes first
     starts: np.ndarray  # (lanes,) position of the first token that the lane runs
     num_tokens: np.ndarray  # (prefill lanes,) tokens that the lane runs; a decode lane runs one
     prompt_tokens: np.ndarray = field(default_factory=lambda: _empty(0))  # of prefill lanes, flat
-    # (n, 4) rows given to another sequence: row, bits of the float32 temperature, and of the seed
-    # the lower and the upper 32 bits
+    # (n, 4) rows given to another sequence: row, float32 temperature as bits, lower and upper 32
+    # bits of the seed
     new_rows: np.ndarray = field(default_factory=lambda: _empty(0, NEW_ROW_WORDS))
     # (n, 3) what block tables gained: row, index in the row's table, block
     new_blocks: np.ndarray = field(default_factory=lambda: _empty(0, NEW_BLOCK_WORDS))
@@ -176,15 +176,15 @@ def slots_of(
 
 
 def mixed_granularity(max_num_mixed_tokens: int) -> int:
-    """Decode lanes by which the shapes of mixed steps differ."""
+    """Spacing of mixed steps' shapes, in decode lanes."""
     return max(1, max_num_mixed_tokens // _NUM_MIXED_SHAPES)
 
 
 def num_mixed_prompt_tokens(num_decodes: int, max_num_mixed_tokens: int) -> int:
     """Prompt tokens that ride with so many decode lanes.
 
-    What the lanes leave of a mixed step, the lanes rounded up so that few shapes need to be
-    captured; but at least a quarter, so that prompts never starve.
+    What the lanes, rounded up so that few shapes need capturing, leave of a mixed step; but at
+    least a quarter of it, so that prompts never starve.
     """
     granularity = mixed_granularity(max_num_mixed_tokens)
     num_rounded = -(-num_decodes // granularity) * granularity

@@ -68,7 +68,7 @@ class Block:
         self.content_id = ROOT_CONTENT_ID
 
     def holds(self, token_ids: list[int], parent_content_id: int) -> bool:
-        """Whether this block is that continuation of that content."""
+        """Whether this block holds these tokens after that parent."""
         return self.parent_content_id == parent_content_id and self.token_ids == token_ids
 
 
@@ -133,9 +133,9 @@ class BlockManager:
     def needs_block(self, seq: Sequence) -> bool:
         """Whether the next token to store finds no slot left in the blocks of `seq`.
 
-        It is asked for the token about to be *stored*, which is the newest one: a sequence of 256
-        tokens whose newest is not yet stored has used 255 slots, so a block of 256 is needed only
-        when token 257 must be stored, not when token 256 fills the block.
+        That token is the newest one, which isn't stored yet. A sequence of 256 tokens has used
+        255 slots, so with blocks of 256 it needs a second one only to store token 257, not when
+        token 256 fills the first.
         """
         return seq.num_computed_tokens == len(seq.block_table) * self.block_size
 
@@ -169,8 +169,8 @@ class BlockManager:
         """Publish the blocks of `seq` that became full.
 
         A block is full once its tokens are confirmed *and* the step that stores the last of them
-        is launched: a token still in flight has no value to hash, and a slot nobody has written
-        must not be read. Worth asking after a prefill chunk, when the sequence takes a block, and
+        is scheduled: a token still in flight has no value to hash, and a slot that no step writes
+        must not be read. Call it after a prefill chunk, when the sequence takes a block, and
         before it gives its blocks back.
         """
         if not self.enable_prefix_caching:

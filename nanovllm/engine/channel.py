@@ -3,15 +3,15 @@
 Commands go through one ring of fixed slots in memory that all processes map. The caller writes a
 command into the next slot, or into several if it is longer, and *then* sends one byte down a pipe
 to each rank, its doorbell; a rank reads the byte and *then* the slot, and sends a byte back when
-the slot may be written again. The bytes count what is there, so nothing is lost or seen twice
-whatever a rank's pace, and a rank that lags behind a full ring makes the caller wait. They also
-order memory: a write and the read that returns its byte synchronise in the kernel, on any
-processor. Plain flags in the shared memory would need barriers that Python doesn't have.
+the slot may be written again. There is a byte for every slot, so nothing is lost or seen twice,
+however slow a rank is; when the ring is full, the caller waits for the slowest. Bytes also order
+memory: a write and the read that returns its byte synchronise in the kernel, on any processor.
+Plain flags in the shared memory would need barriers that Python doesn't have.
 
-A pipe has two more virtues: a rank with nothing to do sleeps in the kernel, and a process that dies
-closes its ends, however it died, which the other side sees at once.
+A pipe has two more virtues: a rank with nothing to do sleeps in the kernel, and a process that
+dies, in whatever way, closes its ends, which the other side sees at once.
 
-Nothing here is pickled and no torch is imported. What commands there are, `commands.py` says.
+Nothing here is pickled and no torch is imported. `commands.py` lists the commands.
 """
 
 import os
@@ -35,8 +35,8 @@ _REPLY_HEADER = struct.Struct("=qq")  # number of the command that is answered, 
 _BELL = b"\0"
 
 # A sleeping process needs some 50 us to wake, a polling one 1 us. Polling this long covers a caller
-# that answers promptly and costs an idle rank nothing to speak of. With few cores, whoever polls
-# may keep the one it waits for from running.
+# that answers promptly and costs an idle rank nothing to speak of. With few cores, polling may keep
+# the awaited process from running.
 _SPIN_S = 200e-6 if num_cores() >= 8 else 0.0
 
 Payload = bytes | bytearray | np.ndarray
@@ -130,9 +130,9 @@ class RankEnd:
 class Channel:
     """The caller's end: every command reaches every rank exactly once and in order.
 
-    Not for use from two threads at once. An exception, a Ctrl-C say, while a call waits leaves the
-    channel as it was; one in the middle of a command or a reply leaves it torn, and then all that
-    remains is to close it.
+    Not for use from two threads at once. An exception (Ctrl-C, say) while a call waits leaves the
+    channel as it was; one in the middle of a command or a reply leaves it torn, and it can only be
+    closed.
 
     Raises:
         OSError: There is no room for the ring.

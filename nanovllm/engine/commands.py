@@ -25,8 +25,8 @@ class Command(IntEnum):
     CAPTURE_CUDAGRAPH = auto()  # every rank replies with its `RunnerDescription`
     SYNCHRONIZE = auto()  # every rank replies when all that was launched is done
     LOAD_WEIGHT = auto()  # payload: see `pack_weight`; every rank replies when it is written
-    SLEEP = auto()  # every rank replies with the same when the cache's memory is free
-    WAKE_UP = auto()  # payload: the number of blocks; every rank replies with the same
+    SLEEP = auto()  # every rank frees the cache, then replies as to CAPTURE_CUDAGRAPH
+    WAKE_UP = auto()  # payload: the number of blocks; replies as to CAPTURE_CUDAGRAPH
     EXIT = auto()  # the rank ends; no reply
 
 

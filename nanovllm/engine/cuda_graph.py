@@ -25,9 +25,9 @@ from nanovllm.engine.batch import (
 )
 from nanovllm.kernels.row_state import StepShape
 
-# Spaced so that padding costs little where it matters: below 128 lanes a step's time hardly depends
-# on the lanes, above it matrix products do, and not evenly: of 192 and 224 rows they take no less
-# than of 208 and 240. Padded lanes have no context to read.
+# Spaced so that padding costs little: below 128 lanes a step's time hardly depends on their number;
+# above, matrix products take longer, but unevenly: 192 and 224 rows take no less time than 208 and
+# 240. Padded lanes have no context to read.
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160, 176, 208, 240, 256, 320, 384, 448, 512)
 _STEP_BEYOND = 128
 
@@ -47,7 +47,7 @@ def mixed_shapes(max_num_seqs: int, max_num_mixed_tokens: int) -> list[StepShape
     """Shapes of steps of prompt chunks and decode lanes; [] if there are no such steps."""
     if not max_num_mixed_tokens:
         return []
-    # As long as every further lane takes room from the prompts, and beyond it as for decode.
+    # Evenly spaced up to the tokens of a mixed step, and beyond that as for decode.
     granularity = mixed_granularity(max_num_mixed_tokens)
     sizes = [*range(granularity, max_num_mixed_tokens, granularity)]
     sizes += [size for size in graph_sizes(max_num_seqs) if size >= max_num_mixed_tokens]
@@ -66,7 +66,7 @@ def _capture_stream(device: int) -> torch.cuda.Stream:
 
 @cache
 def side_stream(device: int) -> torch.cuda.Stream:
-    """For a branch beside the main one; what is launched there starts first, since it is little."""
+    """For a short branch beside the main one; its higher priority lets it start first."""
     return torch.cuda.Stream(device, priority=-1)
 
 

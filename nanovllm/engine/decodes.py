@@ -1,9 +1,9 @@
 """The sequences that decode, kept as arrays from step to step while they stay the same.
 
-Of 256 sequences about one ends or needs a block in a step: what is the same for all is done on
-arrays, and gathering those anew from the sequences would take longer than the rest of a step. So
-would telling each sequence that it has advanced, hence the one rule here: `settle` before anyone
-reads their num_computed_tokens.
+In a step of 256 sequences about one ends or needs a block. What is the same for all is done on
+arrays; gathering these anew from the sequences would take longer than the rest of a step. So would
+telling each sequence that it has advanced. Hence the one rule here: `settle` before reading a
+sequence's num_computed_tokens.
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ from nanovllm.engine.sequence import Sequence
 class Decodes:
     """Some running sequences, and what their next tokens need, by lane.
 
-    Invariant: `starts` is what each has computed; the sequences themselves know it only after
-    `settle`. The Scheduler owns the one that is current, and drops it when anybody comes or goes.
+    Invariant: `starts` is what each has computed; the sequences' own counts lag until `settle`. The
+    Scheduler owns the current Decodes, and drops it when a sequence joins or leaves.
     """
 
     __slots__ = (
@@ -36,7 +36,7 @@ class Decodes:
         # Positions of their next tokens, and the first ones that nobody computes.
         self.starts = np.array([seq.num_computed_tokens for seq in sequences], dtype=np.int32)
         self.limits = np.array([seq.max_stored_tokens for seq in sequences], dtype=np.int32)
-        # Steps until the first of them has its last token in flight, and until the last one has.
+        # Steps until the first sequence has its last token in flight, and until all have.
         steps_left = self.limits - self.starts
         self.num_steps_of_shortest = int(steps_left.min(initial=1 << 30))
         self.num_steps_of_longest = int(steps_left.max(initial=0))
@@ -46,7 +46,7 @@ class Decodes:
         self.stop_token_ids = frozenset().union(*{seq.stop_token_ids for seq in sequences})
 
     def without_exhausted(self) -> "Decodes":
-        """Those left whose last token isn't in flight: a count, so known beforehand."""
+        """Those whose last token isn't in flight yet, which their lengths tell."""
         if self.num_steps_of_shortest > 0:
             return self
         self.settle()

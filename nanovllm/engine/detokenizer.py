@@ -94,7 +94,7 @@ class WindowStream:
         return self._decode(self._window + self._waiting)[self._window_length :]
 
     def _move_window(self) -> None:
-        """Keep the fewest last tokens with a text: one without may not hide the next's start."""
+        """Keep the fewest last tokens with text: after textless ones the next may seem first."""
         seen = self._window + self._waiting
         for length in range(1, len(seen) + 1):
             self._window = seen[-length:]
@@ -165,7 +165,7 @@ class Detokenizer:
         return self._read() if self._stop else None
 
     def finish(self) -> str | None:
-        """End the text: give out what was held back, and how an incomplete character is shown.
+        """End the text: give out what was held back, and an incomplete character's stand-in.
 
         Returns a stop string that only this last piece of text completes, if any.
         """

@@ -98,9 +98,9 @@ class InputProcessor:
     def _make_sequence(
         self, prompt_token_ids: list[int], params: SamplingParams, number: int, index: int
     ) -> Sequence:
-        if params.seed is not None:  # a function of it and the sample alone
+        if params.seed is not None:  # the same in every call
             seed = derive_seed(1, params.seed, index)
-        else:  # a rerun of the script repeats, and a second call differs
+        else:  # the same in a rerun of the script, not in its next call
             seed = derive_seed(0, self._seed, number, index)
         eos_token_ids = frozenset() if params.ignore_eos else self._eos_token_ids
         stops = eos_token_ids.union(params.stop_token_ids)
@@ -193,7 +193,7 @@ class InputProcessor:
 
 
 def derive_seed(*parts: int) -> int:
-    """A 63-bit seed that is a function of `parts` alone and differs wherever they do."""
+    """A 63-bit hash of `parts` alone: collisions apart, other parts, another seed."""
     return xxhash.xxh64_intdigest(np.array(parts, dtype=np.uint64).tobytes()) >> 1
 
 

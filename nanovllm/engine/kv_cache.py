@@ -1,4 +1,4 @@
-"""How many blocks the KV cache may have, apart from who measures that, and the memory of them all.
+"""How many blocks the KV cache may have, given measured memory, and the pool that holds them.
 
 The cache takes what weights, buffers, the largest steps and captured graphs leave of this engine's
 share of the memory. Memory of other processes is not charged to the engine, but it can't be used
@@ -59,7 +59,7 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     On a CPU the system hands its pages out when they are first written.
 
     Raises:
-        ValueError: A CPU has no room even for the promise.
+        ValueError: On a CPU, the system refuses so much.
     """
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -8,8 +8,8 @@ step N, detokenises them and builds results, so the device never waits for Pytho
     scheduler.postprocess(previous, ...)     # while it runs
 
 A token that ends a sequence by its value (eos, a stop id, a stop string) is therefore seen one step
-late; the late token is dropped and never shows. With async_scheduling=False nothing is in flight
-when a step is scheduled, and nothing else differs.
+late; the token drawn meanwhile is *late* and dropped. With async_scheduling=False nothing is in
+flight when a step is scheduled, and nothing else differs.
 
 Every mistake of the caller is raised before any state changes. After any exception inside a step
 the engine rebuilds its scheduler and blocks rather than repairing them, and can go on.
@@ -193,7 +193,7 @@ class LLMEngine:
             raise
 
     def abort_all(self, requests: Iterable[Request]) -> None:
-        """Drop all of these, whatever interrupts it."""
+        """Drop these, or, if interrupted, all."""
         try:
             self._drop([r for r in requests if r.request_id in self._requests])
         except BaseException:
@@ -219,7 +219,7 @@ class LLMEngine:
         """Launch the next step and process the one before it.
 
         Args:
-            deltas: Return what is new of every request that advanced, not only finished ones whole.
+            deltas: Return the new part of every request that advanced, not finished ones whole.
 
         Returns:
             Outputs of requests; [] on an empty engine, and while the first step is in flight.
@@ -303,7 +303,7 @@ class LLMEngine:
         return self._samples.pop(seq)
 
     def _note_logprobs(self, step: Step, words: np.ndarray) -> None:
-        """Give logprobs to the samples and prompts they belong to; those of late tokens go."""
+        """Give logprobs to their samples and prompts; drop those of late tokens."""
         for row in read_rows(words):
             seq = step.sequences[row.lane]
             sample = self._samples.get(seq)
@@ -351,7 +351,7 @@ class LLMEngine:
     def sleep(self) -> None:
         """Give the KV cache's memory back until `wake_up`; cached prefixes are forgotten.
 
-        Asleep, nothing changes, except that what was interrupted is finished.
+        Asleep already, it only finishes a sleep() that was interrupted.
 
         Raises:
             RuntimeError: Requests are queued or running, or the engine has been closed.

@@ -1,9 +1,9 @@
 """Log probabilities on their way from the ranks to the user.
 
-A step reports them as one int32 array, like everything that crosses processes: groups of rows that
-ask for equally many tokens, each group a header, the lane and the position of each row, and its
+A step reports them as one int32 array, like everything that crosses processes. It consists of
+groups of rows that ask for equally many tokens; a group is a header, its rows' lanes, positions and
 numbers (floats as their bits). `LogprobLog` collects one sample's or one prompt's rows and turns
-them into vLLM's dicts when somebody looks.
+them into vLLM's dicts when asked.
 """
 
 from collections.abc import Callable, Iterator

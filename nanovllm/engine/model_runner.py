@@ -63,7 +63,7 @@ from nanovllm.utils.pinned import PinnedRing, Slot, StepSlots
 if TYPE_CHECKING:
     from nanovllm.kernels.decode_attention import DecodePlan
 
-# Prompt tokens of a step that launches what the largest does: of fewer, ranks may take the sum by
+# Prompt tokens of a step that launches the kernels of the largest. With fewer, ranks may sum by
 # kernels of their own.
 _NUM_TOKENS_OF_MANY = 1024
 _GRAPH_NODE_BYTES = 8 << 20  # of each graph, beside the memory that all of them share
@@ -111,7 +111,7 @@ class PendingTokens:
 class ModelRunner:
     """One rank of the engine. It touches no scheduler state."""
 
-    is_lost = False  # that is what processes can be: see `WorkerGroup`
+    is_lost = False  # only rank processes get lost: see `WorkerGroup`
 
     def __init__(self, settings: RunnerSettings, tp: Communicator | None = None) -> None:
         """Build the model on this rank's device and load its weights."""
@@ -152,7 +152,7 @@ class ModelRunner:
 
     @property
     def runs_at_launch(self) -> bool:
-        """Whether `launch` returns when the step is done, as on a CPU, or when it is enqueued."""
+        """Whether `launch` returns when the step is done (on a CPU), not once it is enqueued."""
         return self.device.type == "cpu"
 
     # start-up
@@ -172,8 +172,8 @@ class ModelRunner:
         self.buffers = StepBuffers.allocate(max_tokens, max_lanes, max_blocks, self.device)
         self.decode_plan = self._allocate_plan() if self.backend.needs_plan else None
         if self.device.type == "cuda":
-            # Header; row and start of each lane, and a new block, which a decode lane gains now and
-            # then; of the prompts in a mixed step their tokens, rows and tables.
+            # The header; each lane's row, start and perhaps a new block; each prompt's length, new
+            # row and block table; all prompt tokens of a mixed step.
             wire_words = HEADER_WORDS + (2 + NEW_BLOCK_WORDS) * max_lanes
             max_prefills = max(shape.num_prefills for shape in shapes)
             wire_words += max_prefills * (1 + NEW_ROW_WORDS + NEW_BLOCK_WORDS * max_blocks)
@@ -221,10 +221,10 @@ class ModelRunner:
         self.compile_s = time.perf_counter() - start
 
     def _run_each_kind(self) -> None:
-        """Small steps that between them call every kernel. While compiling, calls launch nothing.
+        """Run small steps that together call every kernel, but while compiling launch none.
 
-        So `buffers` stay zero, which are valid ids, while tokens that are drawn are whatever memory
-        holds: nothing here reads them, and they are wiped in the end.
+        So `buffers` stay zero, which are valid ids. Drawn tokens are whatever memory holds: nothing
+        here reads them, and they are zeroed at the end.
         """
         with _own_modes(self.device):
             self.second_pass.warmup(
@@ -309,7 +309,7 @@ class ModelRunner:
         model_config = self.settings.model_config
         layers = self._release_pool()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()  # else it may be a part of a piece that can't be given back
+            torch.cuda.empty_cache()  # else the pool may share a segment that sleep() can't free
         shape = (
             2,
             len(layers),
@@ -382,7 +382,7 @@ class ModelRunner:
             return None
         finally:
             self.synchronize()
-            self.slots.resync()  # shapes ran, and took turns, that no slot was filled for
+            self.slots.resync()  # shapes ran and took turns without `fill`
 
     def run(self, batch: ScheduledBatch) -> list[int]:
         """Run one step and return a token for each lane."""
@@ -399,7 +399,7 @@ class ModelRunner:
         if captured is not None:
             pending = self._replay(batch, *captured)
             if not self.second_pass.concerns(batch):
-                return pending  # what has run so far calls nothing that heeds torch's modes
+                return pending  # nothing up to here depends on torch's modes
         with _own_modes(self.device):
             if captured is not None:
                 result = StepResult(self.logits, self.buffers.ends, self.tokens, None)
@@ -590,7 +590,7 @@ class ModelRunner:
 
 @contextmanager
 def _own_modes(device: torch.device) -> Iterator[None]:
-    """torch's modes for what a step does, whatever the caller has switched on."""
+    """Inference mode without autocast, whatever the caller has switched on."""
     with torch.inference_mode(), torch.autocast(device.type, enabled=False):
         yield
 

@@ -50,7 +50,7 @@ def parse_token_ids(token_ids: Items[int] | np.ndarray, vocab_size: int) -> list
 
 
 def _int_array(token_ids: Items[int] | np.ndarray) -> np.ndarray:
-    """Token ids as a flat array of ints: Python's own where one is too large for numpy's."""
+    """Token ids as a flat array of ints, Python's if one is too large for numpy's."""
     if isinstance(token_ids, str | bytes | bytearray | memoryview):
         kind = type(token_ids).__name__
         raise TypeError(f"token ids must be a flat list of ints, not a {kind}")

@@ -1,8 +1,8 @@
 """The life of a rank's process: build a ModelRunner, obey commands, report what fails, end.
 
 `worker.py` is the caller's side. A rank does what it is told, in order, and decides nothing. If
-something fails it says so and waits to be killed, since going on, or going, could make its peers
-fail too, and with a worse reason. It ends as soon as its parent has ended.
+something fails it says so and waits to be killed: if it went on or ended, its peers could fail too,
+with a less telling error. It ends as soon as its parent has ended.
 """
 
 import json
@@ -77,7 +77,7 @@ def run_rank(
         _leave(1)  # the caller is gone
     except BaseException as error:
         _report(error, end)
-        # Going on holding our end: peers would report our broken connection instead of this.
+        # Keep our connections: else peers would report a broken one instead of this.
         while True:
             signal.pause()
 

@@ -39,7 +39,7 @@ class RowRecord(NamedTuple):
     """A row's parameters as the ranks read them."""
 
     row: int
-    num_tokens: int  # known when the row was given away: a prefill that ends before draws nothing
+    num_tokens: int  # known when the row was given; prefill chunks that end earlier draw nothing
     num_prompt_tokens: int
     params: SamplingParams
     stop_token_ids: tuple[int, ...]  # out before min_tokens; () without min_tokens

@@ -6,8 +6,8 @@ Continuous batching decides anew before every step, so a sequence that ends make
   longer than a step's token budget runs in chunks.
 - With no prompt to run, every running sequence decodes one token. MAX_PREFILLS_IN_A_ROW bounds how
   many prompt steps they sit out.
-- Prompts that found no room are held until a group's worth of sequences has ended, MAX_STEPS_HELD
-  decode steps at most: a step of one prompt takes as long as one of ten.
+- Prompts that found no room are held until a group (1/16 of those running) ends, at most
+  MAX_STEPS_HELD decode steps: a step of one prompt takes as long as one of ten.
 - With max_num_mixed_tokens, running sequences decode in every step and prompt chunks ride along,
   where that makes no output end later (`_mixes`).
 - When a running sequence needs a block and none is free, the latest admitted one is preempted: it
@@ -15,9 +15,9 @@ Continuous batching decides anew before every step, so a sequence that ends make
   where its old blocks are still in the prefix cache.
 
 Under overlap a step is scheduled while the one before it still runs. That works because scheduling
-uses counts only, never the value of a token in flight. Two decisions need such values to be
-settled, preempting and noticing that all is done: there `schedule` returns None, and the caller
-processes the step in flight first.
+uses counts only, never the value of a token in flight. Two decisions must wait for such values:
+preempting, and noticing that all is done. There `schedule` returns None, and the caller processes
+the step in flight first.
 """
 
 import itertools
@@ -107,8 +107,8 @@ class Scheduler:
         self._num_waiting_tokens = 0  # of waiting sequences, not computed yet
         self._num_prefills_in_a_row = 0
         self._num_ended = 0
-        # What _num_ended must come to before prompts that found no room are looked at again, and
-        # the steps that they have been held.
+        # The _num_ended at which prompts that found no room are tried again, and the steps that
+        # they have been held.
         self._held_until_ended = 0
         self._num_steps_held = 0
         self._decodes: Decodes | None = None  # of the last step; None: `running` has changed
@@ -185,10 +185,10 @@ class Scheduler:
     def _confirm_all(
         self, decodes: Decodes, starts: np.ndarray, token_ids: list[int]
     ) -> list[Sequence]:
-        """Confirm a token of every sequence, none of which ends but by its count.
+        """Confirm a token of every sequence; none ends except by its length.
 
-        What `postprocess` does lane by lane, for the step that nearly all steps are: of 256
-        sequences it takes a sixth of the time.
+        Nearly all steps are so. For 256 sequences this takes a sixth of the time that
+        `postprocess` takes lane by lane.
         """
         deque(map(list.append, decodes.token_lists, token_ids), maxlen=0)
         if decodes.num_steps_of_shortest > 0:
@@ -209,7 +209,7 @@ class Scheduler:
             sequences: Unfinished sequences of this scheduler.
             reason: Their finish_reason, unless they have one.
         """
-        # Not a set, whose order changes from run to run, and with it whose blocks are reused first.
+        # Not a set: its order, and so which blocks are reused first, would differ between runs.
         ended = dict.fromkeys(sequences)
         if not ended:
             return
@@ -265,11 +265,11 @@ class Scheduler:
     def _mixes(self) -> bool:
         """Whether prompts ride with decode lanes, because the call ends no later for it.
 
-        Riding is nearly free, but takes more steps than prompt steps would, and the prompt at the
-        end of the queue starts its output after them all. That delays nothing if some running
-        output is longer than those steps and the last prompt's output together, as it is where the
-        longest outputs were queued first. Else (all outputs of one length, say) prompts get steps
-        of their own, unless those left need at most `num_riding_steps`.
+        Riding is nearly free, but takes more steps than prompt steps would, and the last prompt in
+        the queue starts its output after all of them. That delays nothing if some running output
+        needs at least those steps plus the last prompt's output, as it does if the longest outputs
+        were queued first. Else (all outputs of one length, say) prompts get steps of their own,
+        unless all that wait fit into `num_riding_steps`.
         """
         if not self.max_num_mixed_tokens:
             return False
@@ -282,7 +282,7 @@ class Scheduler:
         num_steps_after = last.max_total_tokens - last.num_tokens
         num_steps_spare = min(
             decodes.num_steps_of_longest - num_steps_after,
-            # None where the limit is the model's own, which says nothing of an output.
+            # <= 0 if `last` may reach max_model_len, which says nothing of its output.
             decodes.max_total_tokens - last.max_total_tokens,
         )
         return num_steps <= max(num_steps_spare, self.num_riding_steps)
@@ -296,7 +296,7 @@ class Scheduler:
         return sum(seq.num_tokens - seq.num_computed_tokens for seq in self.waiting)
 
     def _holds_prompts(self) -> bool:
-        """Whether prompts that found no room wait for more than what has become free since."""
+        """Whether prompts that found no room go on waiting until more sequences end."""
         is_due = self._num_steps_held >= MAX_STEPS_HELD or not self.running
         return self._num_ended < self._held_until_ended and not is_due
 
@@ -336,8 +336,8 @@ class Scheduler:
         Args:
             budget: Tokens.
             max_prompts: None: any number.
-            cuts_last: Whether whichever prompt reaches the budget is cut there; else only the
-                step's first prompt may be, and a later one that doesn't fit waits.
+            cuts_last: Whether any prompt that exceeds the budget is cut; else only the step's
+                first prompt may be cut, and a later one that doesn't fit waits.
         """
         chunks: list[_Chunk] = []
         self._held_until_ended = self._num_steps_held = 0
@@ -442,7 +442,7 @@ class Scheduler:
         self._new_blocks.append((seq.row, len(seq.block_table) - 1, block_id))
 
     def _victim(self) -> Sequence:
-        """The latest admitted: a prompt half through, which mixed steps leave so, else a runner."""
+        """The latest admitted: the prompt half through, if any, else the last in `running`."""
         if self.waiting and self.waiting[0].row is not None:
             return self.waiting[0]
         return self.running[-1]

@@ -110,8 +110,8 @@ class _Plan:
 class SecondPass:
     """Owner of the special rows' parameters and token histories on one rank.
 
-    Invariant: what is known of a row is what its latest sequence asks for: that of one that ended
-    stays until the row is taken over, and concerns no step meanwhile. All ranks hold the same.
+    Invariant: a row's record is what its latest sequence asks for. It outlives the sequence until
+    the row is taken over, but concerns no step meanwhile. All ranks hold the same.
     """
 
     def __init__(self, lm_head: ParallelLMHead, row_state: RowState, max_model_len: int) -> None:

@@ -15,8 +15,8 @@ from nanovllm.models import model_class
 from nanovllm.utils.model_folder import resolve_model_folder
 
 _DEFAULT_MAX_MODEL_LEN = 4096
-# Tokens of a mixed step: what rides while weights are read costs little, up to where matrix
-# products get slower for it, which is earlier where they are large; see the README's notes.
+# Tokens of a mixed step: while weights are read, more tokens cost little, until they slow down
+# the matrix products, which is sooner if those are large; see the README's notes.
 _MIXED_TOKENS = 512
 _MIXED_TOKENS_IF_LARGE = 256
 _LARGE_BYTES = 5 << 30  # weights of a rank's layers
@@ -117,7 +117,7 @@ def _resolve_mixed_tokens(
 def check_shardable(model_config: ModelConfig, size: int) -> None:
     """Raise unless the network can be split over `size` ranks.
 
-    A vocabulary that doesn't divide is padded; KV heads fewer than ranks are held by several.
+    The last rank may hold less vocabulary; KV heads fewer than ranks are held by several.
 
     Raises:
         ValueError: What doesn't divide, by name.

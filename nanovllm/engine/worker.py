@@ -2,8 +2,8 @@
 
 With tensor_parallel_size > 1 every rank is a child process with a ModelRunner of its own, and the
 caller's process keeps only the Scheduler: it holds no CUDA context, and a rank that spins on a dead
-peer can simply be killed. `WorkerGroup` is what the engine sees in place of a ModelRunner; what a
-rank's process does is in `rank.py`. Between them go `commands.py`'s, through `channel.py`: a step
+peer can simply be killed. `WorkerGroup` is what the engine sees in place of a ModelRunner;
+`rank.py` is the rank's side. `commands.py` lists their messages, `channel.py` carries them: a step
 is the int32 array of its ScheduledBatch.
 
 All ranks do the same with every command, so they stay in step by order alone. Only rank 0 returns
@@ -47,7 +47,7 @@ _GRACE_S = 0.5  # after a first failure, for the one behind it to show itself
 _EXIT_S = 5.0  # for ranks to end by themselves when told to
 _KILL_S = 3.0  # for the kernel to end a killed rank
 _NAME = "nanovllm rank"
-_NO_MAIN_GUARD = 120  # exit code of a rank whose import of the user's script came to start ranks
+_NO_MAIN_GUARD = 120  # exit code of a rank in which the user's script would start ranks
 
 
 # Exceptions whose type tells the caller something; any other becomes a RuntimeError.
@@ -222,9 +222,9 @@ class WorkerGroup:
             raise
 
     def _receive(self, number: int, num_ranks: int) -> list[bytes]:
-        """Replies to command `number` of ranks 0 to `num_ranks` - 1.
+        """Replies of ranks 0 to `num_ranks` - 1 to command `number`.
 
-        Those to earlier commands are dropped: whoever asked has been interrupted.
+        Replies to earlier commands are dropped: those calls were interrupted.
         """
         answers: dict[int, bytes] = {}
         while len(answers) < num_ranks:
@@ -250,9 +250,9 @@ class WorkerGroup:
             self.kill()
 
     def _fail(self, replies: list[Reply]) -> NoReturn:
-        """End everything and raise what the ranks' last words amount to."""
+        """Kill all ranks and raise one error for what they reported."""
         try:
-            # A rank that lost its peer raises too: give the one behind it time to show.
+            # A rank that lost its peer raises too: give that peer time to report.
             deadline = time.monotonic() + _GRACE_S
             while len(replies) < len(self._processes) and time.monotonic() < deadline:
                 reply = self._channel.take(max(deadline - time.monotonic(), 0))
@@ -333,7 +333,7 @@ def _no_main_guard(size: int) -> str:
 
 
 def _error_of(replies: list[Reply], processes: list[BaseProcess]) -> Exception:
-    """One exception for all failed ranks, those that ended first: the others follow from them."""
+    """One exception for all failed ranks; it names first those that ended, the likely cause."""
     ended = [reply.rank for reply in replies if reply.is_hangup]
     if any(processes[rank].exitcode == _NO_MAIN_GUARD for rank in ended):
         return RuntimeError(_no_main_guard(len(processes)))

@@ -84,7 +84,7 @@ def all_reduce_add_rms_norm(
     is rounded once, with the residual added.
 
     Args:
-        turn: 0 or 1, not that of the call before.
+        turn: 0 or 1, other than the last call's.
         x: (rows, hidden), this rank's part; rows may be strided.
         residual: (rows, hidden), the same on every rank, **updated in place**.
         weight: (hidden,).
@@ -165,7 +165,7 @@ def all_reduce_add_rms_norm_kernel(
     ranks = tl.arange(0, BLOCK_SIZE)[:, None]
     arrivals = inbox_ptr + ranks.to(tl.int64) * rank_stride + row * HIDDEN + columns[None, :]
     arrival_mask = (ranks < SIZE) & (ranks != rank) & mask[None, :]
-    # Volatile: from where peers write, every time.
+    # Volatile: read anew from memory every time.
     parts = tl.load(arrivals, mask=arrival_mask, other=0, volatile=True)
     num_spins = 0
     while tl.max((parts == EMPTY).to(tl.int32)) > 0:

@@ -2,10 +2,10 @@
 
 Triton compiles a kernel when it is first launched, so a start with an empty cache waits for a few
 dozen compilations in a row, on one core. Here the steps to come run once with their launches
-*noted* instead of made: the launchers themselves say which kernels they need, so there is no second
-list of kernels and arguments that could fall behind them. What was noted then compiles in a pool of
-threads, which works because compilers spend their time in LLVM, ptxas and a C compiler, outside of
-the interpreter's lock. Where Triton's cache is filled, the same pool loads what it finds there.
+*noted* instead of made: the launchers themselves say which kernels they need, so no second list of
+kernels and arguments can get out of date. What was noted then compiles in a pool of threads, which
+works because compilers spend their time in LLVM, ptxas and a C compiler, outside of the
+interpreter's lock. Where Triton's cache is filled, the same pool loads what it finds there.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def compile_launches(run_steps: Callable[[], None], num_processes: int = 1) -> N
     """Compile and load every kernel that `run_steps` would launch, and launch none.
 
     Args:
-        run_steps: Calls launchers, in this thread. torch's own operations in it run as ever, on
-            whatever memory holds where a kernel would have written. Launches of other threads are
-            made meanwhile.
+        run_steps: Calls launchers, in this thread. torch's own operations in it run as ever, and
+            find whatever memory holds where a kernel would have written. Other threads launch as
+            usual.
         num_processes: How many do this at the same time; they share the host's cores.
 
     Raises:
@@ -75,7 +75,7 @@ def _note_launches(run_steps: Callable[[], None]) -> list[Callable[[], object]]:
 
 
 def _kind(argument: object) -> Hashable:
-    """What tells an argument from others as far as a compiler may care, and sometimes further."""
+    """A key with all that a compiler may care about in an argument, and sometimes more."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     return type(argument), argument
@@ -143,7 +143,7 @@ def _compile_and_load(compile_kernel: Callable[[], _T]) -> _T:
 
 
 def _on_this_gpu() -> tuple[Callable[[torch.device], None], tuple[torch.device]] | tuple[()]:
-    """What a thread begins with: the current GPU belongs to a thread, and is 0 in a new one."""
+    """A pool thread's initializer: the current GPU is a thread's own, and 0 in a new one."""
     if not torch.cuda.is_initialized():
         return ()
     return torch.cuda.set_device, (torch.device("cuda", torch.cuda.current_device()),)
@@ -152,6 +152,6 @@ def _on_this_gpu() -> tuple[Callable[[torch.device], None], tuple[torch.device]]
 def row_stride(x: torch.Tensor) -> int:
     """Elements from one row of x, (rows, columns), to the next, as launchers pass it.
 
-    That of a single row is free in torch, and a new value might specialise a kernel anew.
+    torch gives a single row any stride, and a new value might specialise a kernel anew.
     """
     return x.stride(0) if x.shape[0] > 1 else x.shape[1]

@@ -5,13 +5,13 @@ keep every multiprocessor streaming until the end. Sequences differ in length, s
 *chunks*, and a chunk of one KV head is the unit of work. `plan_decode_kernel` lists the chunks once
 a step, for all layers: it picks the chunk length from the sum of the lengths, so that the list fits
 `num_seqs + spare_items` rows of a grid whatever the lengths are, and puts long chunks first, since
-short ones fill the gaps at the end. Where a somewhat longer chunk lets all programs run at once, it
-takes that: a few that wait for a second turn would be most of a short launch. The grid doesn't
-depend on max_model_len, and one captured CUDA graph serves every context length.
+short ones fill the gaps at the end. If a somewhat longer chunk lets all programs run at once, it
+takes that: a few left for a second wave would be most of a short launch. The grid doesn't depend on
+max_model_len, and one captured CUDA graph serves every context length.
 
 A sequence of one chunk is written at once; of several, each chunk leaves a float32 partial result,
-and whoever finishes last adds them up in the order of the chunks, so that results don't depend on
-the order of events. A second kernel for that would cost a launch in every layer. The query heads
+and the program that ends last adds them up in the order of the chunks, so that results don't depend
+on the order of events. A second kernel for that would cost a launch in every layer. The query heads
 that share a KV head (grouped-query attention) are the rows of one matrix product, padded to 16.
 """
 
@@ -61,8 +61,8 @@ class DecodeTuning:
     num_warps: int
     num_stages: int  # tiles in flight, K and V each
     min_chunk: int = 128  # tokens, a multiple of block_n; shorter ones cost more than they balance
-    spare_items: int = 64  # work items beyond one a lane; more where KV heads are fewer than 8
-    programs_per_sm: float = 4.6  # that run at once, a little less than do
+    spare_items: int = 64  # work items beyond one a lane; more if KV heads are 4 or fewer
+    programs_per_sm: float = 4.6  # that run at once, set a little low
 
 
 def decode_tuning(head_dim: int, element_bytes: int = 2) -> DecodeTuning:
@@ -327,8 +327,8 @@ def _pick_chunk(
 ):
     """total / spare_items tokens, in whole steps: then no more than spare_items chunks are full.
 
-    One item a lane is left for what remains. Few long chunks beat many short ones until there are
-    too few to go round, which is when the total is small.
+    That leaves one item a lane for its remainder. Few long chunks beat many short ones, except
+    that a small total would make too few.
     """
     total = 0
     for first in range(0, num_seqs, BLOCK_SEQS):

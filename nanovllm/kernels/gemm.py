@@ -29,7 +29,7 @@ from nanovllm.kernels.optional_triton import tl, triton
 
 MAX_GEMV_ROWS = 2
 MAX_SMALL_ROWS = 16  # the least that a tensor core multiplies
-# Batches that between them need every kernel that batches of any size need.
+# Batch sizes that together need every kernel that any size needs.
 ROWS_OF_EACH_KIND = (1, MAX_GEMV_ROWS, MAX_SMALL_ROWS, MAX_SMALL_ROWS + 1)
 _SHARED_BYTES = 160 * 1024  # of a program's tiles; sm_90 has 227 kB, sm_80 163 kB
 
@@ -162,7 +162,7 @@ def default_config(num_rows: int, in_features: int) -> GemmConfig:
     """
     if not 1 <= num_rows <= MAX_SMALL_ROWS:
         raise ValueError(f"{num_rows} rows, expected 1 to {MAX_SMALL_ROWS}: use F.linear for more")
-    # Weights in registers: 4 columns of 4096 are 64 of a thread's.
+    # Weights in registers: 4 columns of 4096 are 64 per thread.
     if num_rows <= MAX_GEMV_ROWS and in_features <= 4096:
         return GemmConfig(num_rows, 4, num_warps=8)
     return sliced_config(in_features, block_n=8, slices=8, block_k=64)

@@ -1,8 +1,8 @@
 """What attention of prompts and of decode lanes share: the walk over a sequence's paged keys.
 
 A block table is followed one tile of keys at a time, with an online softmax, so that neither the
-scores nor a contiguous copy of the keys are ever in memory. Whose keys, and which of them a row may
-see, is the caller's: `prefill_attention` and `decode_attention`.
+scores nor a contiguous copy of the keys are ever in memory. The callers, `prefill_attention` and
+`decode_attention`, say whose keys and which of them a row may see.
 
 Source: FlashAttention-2 (Dao 2023); PagedAttention (Kwon et al. 2023).
 """
@@ -39,8 +39,8 @@ def attend_keys(
 ):
     """Online softmax of query rows over keys start .. end - 1; row i sees keys up to last_key[i].
 
-    MASKED says that some key of a tile may be hidden; else these are whole tiles that every row may
-    see. BRANCHED says that this is so only for tiles from end_unmasked on.
+    MASKED: a tile may have keys that are hidden from a row; else every row sees whole tiles.
+    BRANCHED, with MASKED: only tiles from end_unmasked on have such keys.
     """
     dims = tl.arange(0, BLOCK_D)
     block_ids = load_block_ids(table_ptr, start, end, BLOCK_SIZE, BLOCK_N)

@@ -2,16 +2,16 @@
 
 A decode step would be bound by the host if it uploaded every token and block table anew. So they
 stay on the device: the newest token of a row is written there when it is drawn and read there by
-the next step, and only what the scheduler changed is told, in the wire form of
+the next step, and only the scheduler's changes are sent, in the wire form of
 `engine.batch.ScheduledBatch`. Four kernels frame a step, all of them inside its graph:
 `fetch_wire` takes the wire from the host's pinned memory, `apply_updates` enters the changes,
 `step_inputs` turns lanes into the flat inputs of the network, and `commit_tokens` leaves the tokens
 with their rows and sends them to the host. So a captured step costs the host one launch.
 
-A captured step has room for so many prompt lanes, prompt tokens and decode lanes (`StepShape`), and
-what a batch doesn't use of it is padding. Prompt lanes and their tokens begin at 0, decode lanes
-and tokens behind the room for prompts: these are a lane's *place* in attention. Where one token a
-lane is drawn, lanes are numbered as in the batch, without gaps, the padding last.
+A captured step has room for so many prompt lanes, prompt tokens and decode lanes (`StepShape`);
+room that a batch doesn't use is padding. In attention a lane is numbered by its *place*: prompt
+lanes and tokens begin at 0, decode lanes and tokens behind the room for prompts. In sampling, lanes
+are numbered as in the batch, without gaps, the padding last.
 
 The last row is a spare for padded lanes: what they sample lands there.
 """
@@ -189,8 +189,8 @@ def fetch_wire_kernel(
     HEADER_WORDS: tl.constexpr,
     BLOCK_WORDS: tl.constexpr,
 ):
-    """A first block a program whatever the header says: a read across the bus takes microseconds,
-    and most wires are no longer.
+    """Programs read a first block before the header: a read across the bus takes microseconds, and
+    most wires are no longer.
     """
     slot_ptr = wires_ptr + tl.load(turn_ptr).to(tl.int64) * slot_words
     first = tl.program_id(0) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
@@ -375,7 +375,7 @@ def step_inputs_torch(
     num_tokens = torch.ones_like(starts)
     num_tokens[:num_prefills] = parts.num_tokens
     ends = starts + num_tokens
-    bounds = torch.cumsum(num_tokens, dim=0)  # of each lane's tokens, laid out without padding
+    bounds = torch.cumsum(num_tokens, dim=0)  # end of each lane's tokens, without padding
 
     inputs.rows.fill_(state.last_tokens.shape[0] - 1)
     for padded in (inputs.ends, inputs.temperatures, inputs.seeds, inputs.logits_indices):
@@ -518,9 +518,9 @@ def _write_prompt(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_LANES: tl.constexpr,
 ):
-    """Write one prompt lane's tokens and bounds, the last place's program the padding behind all.
+    """Write one prompt lane's tokens and bounds; the last place's program adds the padding.
 
-    Returns its last token's place and the tokens that this one sees; 0 if the lane is padding.
+    Returns the index of its last token and how many tokens that one sees, 0 in a padded lane.
     """
     starts_ptr = wire_ptr + HEADER_WORDS + num_lanes
     num_tokens_ptr = starts_ptr + num_lanes

@@ -295,7 +295,7 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
     ) -> torch.Tensor:
         out, caches = torch.empty_like(q), (k_cache, v_cache)
         prompts, decodes = slice(ctx.num_prefill_tokens), slice(ctx.num_prefill_tokens, None)
-        # A few prompt tokens leave most of the GPU idle for as long as their longest prompt takes.
+        # A few prompt tokens leave most of the GPU idle till the longest prompt ends: decode too.
         with _beside(ctx.side_stream):
             prefill(q[prompts], *caches, ctx, scale, out[prompts])
         decode(q[decodes], *caches, ctx, scale, out[decodes])
@@ -309,7 +309,7 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
 
 @contextmanager
 def _beside(side_stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Launch what is inside on another stream, behind all that was launched so far; see `_join`."""
+    """Launch the block's work on `side_stream`, after all launched so far; see `_join`."""
     if side_stream is None:
         yield
         return
@@ -319,6 +319,6 @@ def _beside(side_stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def _join(side_stream: torch.cuda.Stream | None) -> None:
-    """Let whatever is launched next wait for what ran beside."""
+    """Make what is launched next wait for `side_stream`."""
     if side_stream is not None:
         torch.cuda.current_stream().wait_stream(side_stream)

@@ -1,7 +1,6 @@
 """The vocabulary at both ends of the network, split over ranks.
 
-Each rank holds a run of ceil(vocab_size / size) rows, the last one perhaps fewer; what is missing
-there is padding that no token id and no logit ever refers to.
+Each rank holds a run of ceil(vocab_size / size) rows, the last one perhaps fewer.
 """
 
 from collections.abc import Hashable
@@ -27,7 +26,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self.shard_size = -(-vocab_size // tp.size)
         self.vocab_start = min(tp.rank * self.shard_size, vocab_size)
-        self.num_rows = min(self.shard_size, vocab_size - self.vocab_start)  # without padding
+        self.num_rows = min(self.shard_size, vocab_size - self.vocab_start)  # of this rank
         if self.num_rows <= 0:
             raise ValueError(f"vocab_size {vocab_size} leaves rank {tp.rank} of {tp.size} nothing")
         self.weight = make_parameter(

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or with the residual added first, and what ranks have left to be summed."""
+"""RMSNorm, alone or after summing the ranks' parts and adding them to the residual."""
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ class RMSNorm(nn.Module):
         eps: Added to the mean of squares.
         dtype: Of the weight.
         tp: The ranks over which x is summed where there is a residual; None: x is whole.
-        turn: 0 or 1: of norms with `tp` that follow one another, every other one.
+        turn: 0 or 1, alternating from one norm with `tp` to the next.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """

@@ -98,7 +98,7 @@ class LinearBase(nn.Module):
         load_replicated(param, loaded)
 
     def copy_share(self, target: torch.Tensor, loaded: LoadedTensor, dim: int) -> None:
-        """Copy this rank's part where all ranks' are equal; see `copy_checked`."""
+        """Copy this rank's part, all being of one size; see `copy_checked`."""
         length = target.shape[dim]
         start, total = self.tp.rank * length, self.tp.size * length
         copy_checked(target, loaded, dim=dim, start=start, total=total)
@@ -243,7 +243,7 @@ class RowParallelLinear(LinearBase):
 def narrowing_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """F.linear, or our own kernel where it is measured to be faster: a few rows, fewer outputs."""
+    """F.linear, or our own kernel where measured to be faster: few rows, outputs <= inputs."""
     if x.is_cuda and bias is None and x.dtype != torch.float32:
         config = measured_config(x.shape[0], *weight.shape)
         if config is not None:

@@ -1,9 +1,9 @@
 """What requests may do to their logits before a token is drawn: filters, penalties, bias, bans.
 
-The plain sampler needs none of this; only rows that ask for it come here, and what they get back
-are logits again, with -inf where a token is out, to be drawn from with the same temperature, seed
-and position as before. Kept logits leave as they came, so a row whose filters keep everything
-draws exactly the token that the plain sampler draws.
+The plain sampler needs none of this; only rows that ask for it come here. They get back logits,
+-inf where a token is out, to be drawn from with the same temperature, seed and position. Filters
+don't change the logits that they keep, so a row whose filters keep everything draws exactly the
+token that the plain sampler draws.
 
 Order, as vLLM documents it: logprobs are read from the raw logits; then bad_words, min_tokens,
 logit_bias, penalties (repetition, frequency, presence), temperature, min_p, top_k, top_p.
@@ -49,7 +49,7 @@ class LogitsRow:
 
     @property
     def needs_history(self) -> bool:
-        """Whether the tokens seen so far count, not only how many they are."""
+        """Whether it matters which tokens were seen, not only how many."""
         return self.params.has_penalties or any(len(word) > 1 for word in self.bad_words)
 
 
@@ -86,25 +86,25 @@ class EarlyStops:
 
     rows: torch.Tensor  # (n,) int64: row in the batch
     places: torch.Tensor  # (n,) int64: row * vocab_size + token id
-    min_total_tokens: torch.Tensor  # (n,) int64: prompt and output; out while there are fewer
+    min_total_tokens: torch.Tensor  # (n,) int64: prompt + min_tokens; no stop below it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BadWords:
-    """Last tokens of bad words, each out where the row's output ends in the tokens before it."""
+    """Last tokens of bad words, each banned if the row's output ends in the rest of the word."""
 
     rows: torch.Tensor  # (n,) int64: row in the batch
     places: torch.Tensor  # (n,) int64: row * vocab_size + last token id
-    beginnings: torch.Tensor  # (n, longest) int64: the tokens before the last; -1 = none, in front
-    num_prompt_tokens: torch.Tensor  # (n, 1) int64: a word begins in the output
+    beginnings: torch.Tensor  # (n, longest) int64: all but the last token, -1 in front as padding
+    num_prompt_tokens: torch.Tensor  # (n, 1) int64: words count in output only
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogitsParams:
     """What steps do to the logits of their rows, on their device.
 
-    `of` builds it. It holds for as long as the rows of a batch stay: what changes from step to step
-    is their History.
+    `of` builds it. It is valid while the batch has the same rows: from step to step only their
+    History changes.
     """
 
     temperatures: torch.Tensor  # (rows,) float32; 1 for greedy rows, which no filter concerns
@@ -121,7 +121,7 @@ class LogitsParams:
 
     @property
     def changes_values(self) -> bool:
-        """Whether logits become others, not only -inf."""
+        """Whether logits change, other than to -inf."""
         return self.biased is not None or bool(self.penalties)
 
     @classmethod
@@ -165,8 +165,8 @@ def process_logits(logits: torch.Tensor, params: LogitsParams, history: History)
     """Return the logits that each row may draw from: -inf where a token is out.
 
     Temperature decides what the filters keep, but isn't applied: the sampler does that. The input
-    stays as it is. Penalties and biases make it float32; filters and bans alone keep the dtype,
-    which is exact, since they only compare, and moves half the bytes in bfloat16.
+    stays as it is. Penalties and biases give float32; filters and bans alone keep the dtype:
+    they only compare, so this is exact, and moves half the bytes in bfloat16.
 
     Args:
         logits: (rows, vocab), any float dtype; the whole vocabulary, not one rank's part.
@@ -201,7 +201,7 @@ def _ban_where(flat: torch.Tensor, places: torch.Tensor, is_banned: torch.Tensor
 def is_early(stops: EarlyStops, history: History) -> torch.Tensor:
     """Return (n,) bool: whether to stop now would be before min_tokens.
 
-    The token to be drawn is one more than there are, and may be the last at min_tokens.
+    The token to be drawn counts too: a stop token may be number min_tokens.
     """
     return history.num_tokens[stops.rows] + 1 < stops.min_total_tokens
 
@@ -265,7 +265,7 @@ def min_p_cutoffs(
 ) -> torch.Tensor:
     """Return (rows,) float32: the logit of a token min_p times as likely as the likeliest.
 
-    A few float32 steps lower, so that a token exactly there stays whatever rounding did to it.
+    Lowered by a few float32 steps, so that rounding can't drop a token exactly there.
     """
     largest = logits.amax(dim=-1).float()
     cutoffs = largest + temperatures * min_p.log()
@@ -282,9 +282,9 @@ def top_k_top_p_cutoffs(
 ) -> torch.Tensor:
     """Return (rows,) float32: the smallest logit among the top k that top_p still keeps.
 
-    top_k keeps the k likeliest tokens and those equal to the k-th. top_p keeps, of these, a token
-    while those likelier than it have less than p of their common probability: so the token that
-    crosses p stays, and at least one does.
+    top_k keeps the k likeliest tokens and those equal to the k-th. Of these, top_p keeps a token
+    while the likelier ones have less than p of the total: so the token that crosses p stays, and at
+    least one does.
 
     Args:
         logits: (rows, vocab), any float dtype.
@@ -330,7 +330,7 @@ class Logprobs(NamedTuple):
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Logprobs:
-    """Return log_softmax of raw logits where it is asked for, never of the whole vocabulary.
+    """Return log_softmax of raw logits for the tokens that are asked for, no others.
 
     Args:
         logits: (rows, vocab), any float dtype: before temperature, penalties and filters.
@@ -372,7 +372,7 @@ def _filter_groups(
     vocab_size: int,
     device: torch.device | str,
 ) -> tuple[FilterGroup, ...]:
-    """Split the rows with top_k or top_p by whether a few candidates tell, or only a sort."""
+    """Split the rows with top_k or top_p: a few candidates suffice, or a sort is needed."""
     has_top_p = [p.has_filters and p.top_p < 1.0 for p in params]
     picked = [i for i, k in enumerate(top_k) if k <= MAX_PICKED and k < vocab_size]
     by_sort = [

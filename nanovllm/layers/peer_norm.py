@@ -46,7 +46,7 @@ def sum_add_rms_norm(
         residual: (tokens, hidden), updated in place.
         weight: (hidden,).
         eps: Added to the mean of squares.
-        turn: 0 or 1, not that of the call before.
+        turn: 0 or 1, other than the last call's.
     """
     if tp.peer_norm is not None:
         normed = tp.peer_norm(x, residual, weight, eps, turn)
@@ -171,7 +171,7 @@ class PeerNorm:
     def _measured_max_rows(self) -> int:
         """The largest size measured at which the kernel wins; 0 if none, or if it is wrong."""
         sizes = measured_rows(self._inbox.max_rows)
-        # All sizes on all ranks, whatever the first ones gave.
+        # A list: all() must not skip sizes on one rank.
         if not self._agree(all([self._is_right(num_rows) for num_rows in sizes])):
             warnings.warn("the fused all-reduce and norm gives wrong sums: not used", stacklevel=2)
             return 0
