@@ -368,8 +368,8 @@ class LLMEngine:
         """Take memory for the KV cache again; awake, it does nothing.
 
         Raises:
-            torch.OutOfMemoryError: Somebody else took it; free some and call again.
-            RuntimeError: The engine has been closed.
+            torch.OutOfMemoryError: Others hold it now; free some and call again.
+            RuntimeError: The same with several ranks, which closes the engine; or it was closed.
         """
         self._check_alive()
         if self._is_asleep:
