@@ -39,7 +39,7 @@ from nanovllm.batch_file import (
 )
 from nanovllm.config import Config
 from nanovllm.engine.settings import resolve_settings
-from nanovllm.llm import LLM
+from nanovllm.llm import LLM, check_template_kwargs
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.tokenizer import Tokenizer
 
@@ -175,10 +175,10 @@ def json_object(text: str) -> Json:
     """The value of an option that is a JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is no JSON object")
     return value
 
 
@@ -195,6 +195,7 @@ def _check_args(args: argparse.Namespace) -> None:
         raise ValueError(f"--ray-actors is {args.ray_actors}, at least 1 is due")
     if args.ray_actors is not None and not args.ray:
         raise ValueError("--ray-actors means nothing without --ray")
+    check_template_kwargs(args.chat_template_kwargs or {})
     _check_input(args.input)
     if args.ray and not args.input.is_file():
         raise ValueError(f"{args.input} is a device or a pipe: --ray needs a regular file")

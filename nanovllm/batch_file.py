@@ -283,12 +283,19 @@ class RequestReader:
     def _params(self, sampling: Json, line_id: Id) -> SamplingParams:
         if isinstance(sampling.get("logit_bias"), dict):  # JSON's keys are strings
             biases = cast(Mapping[str, float], sampling["logit_bias"])
-            sampling["logit_bias"] = {int(token_id): bias for token_id, bias in biases.items()}
+            sampling["logit_bias"] = {_token_id(key): bias for key, bias in biases.items()}
         params = self.defaults.replace(**sampling)
         if params.seed is None and not params.is_greedy:
             digest = _digest(f"{self.seed}:{_id_text(line_id)}")
             params = params.replace(seed=digest & (2**63 - 1))
         return params
+
+
+def _token_id(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"logit_bias has {text!r:.80}, which is no token id") from None
 
 
 def _check_known(row: Json, known: frozenset[str], what: str) -> None:

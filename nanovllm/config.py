@@ -19,6 +19,13 @@ Device = Literal["auto", "cuda", "cpu"]
 AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
 LoadFormat = Literal["auto", "dummy"]
 
+class _AnyCount:
+    """Contains every int from -1. A range would be searched one by one for anything else."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= -1
+
+
 # vLLM's keywords and those of their values that change nothing here: they are accepted with one
 # warning. Any other value is refused, because dropping it would change what the user asked for.
 _INERT_KEYWORDS: dict[str, Container[object]] = {
@@ -34,7 +41,7 @@ _INERT_KEYWORDS: dict[str, Container[object]] = {
     "hf_overrides": (None, {}),
     "generation_config": ("vllm",),
     "distributed_executor_backend": (None, "mp"),
-    "max_logprobs": range(-1, 2**31),  # there is no limit here
+    "max_logprobs": _AnyCount(),  # there is no limit here
 }
 _DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 

@@ -1,7 +1,6 @@
 """The facade: prompts in, answers out in the order of the prompts."""
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -30,6 +29,9 @@ Message = Mapping[str, object]
 Params = SamplingParams | Items[SamplingParams] | None
 
 _PROGRESS_SECONDS = 0.2  # between updates of the bar's speeds
+_TEMPLATE_ARGUMENTS = frozenset(  # of apply_chat_template, given or decided by `LLM.chat`
+    ("messages", "conversation", "tokenize", "add_generation_prompt", "continue_final_message")
+)
 
 
 class LLM:
@@ -46,7 +48,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: object) -> None:
-        self._lock = threading.Lock()
+        self._running: dict[str, object] = {}  # the call that runs, if any
         name = str(model) if isinstance(model, os.PathLike) else model
         self.llm_engine = LLMEngine(Config.from_kwargs(name, **options))
 
@@ -197,19 +199,23 @@ class LLM:
     def _call(self, *, may_sleep: bool = False) -> Iterator[None]:
         """One call at a time, on an engine that has nothing else to do."""
         self.llm_engine.check_usable(may_sleep=may_sleep)
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "another generate(), chat() or stream() is running on this LLM: finish it, or "
-                "close() the stream"
-            )
+        call = object()
         try:
+            # Not a lock: a Ctrl-C may come between its acquire() and `try`, and then nobody would
+            # release it. This decides and notes in one step.
+            if self._running.setdefault("call", call) is not call:
+                raise RuntimeError(
+                    "another generate(), chat() or stream() is running on this LLM: finish it, or "
+                    "close() the stream"
+                )
             if not self.llm_engine.is_finished():
                 raise RuntimeError(
                     "requests are queued: step() the engine to the end or abort them"
                 )
             yield
         finally:
-            self._lock.release()
+            if "call" in self._running and self._running["call"] is call:
+                del self._running["call"]
 
     def _make_requests(self, prompts: list[Prompt], params: Params) -> list[Request]:
         if params is None:
@@ -309,8 +315,7 @@ def chat_prompt(
     """One conversation as a prompt, written out by the chat template; see `LLM.chat`."""
     if tokenizer is None:
         raise ValueError("chat() needs a tokenizer: skip_tokenizer_init is True")
-    if not isinstance(chat_template_kwargs, Mapping | None):
-        raise TypeError(f"chat_template_kwargs must be a dict, not {chat_template_kwargs!r:.80}")
+    check_template_kwargs(chat_template_kwargs or {})
     text = tokenizer.apply_chat_template(
         conversation,
         add_generation_prompt=add_generation_prompt and not continue_final_message,
@@ -321,6 +326,20 @@ def chat_prompt(
     # The template has put a BOS where there should be one.
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     return {"prompt": text, "prompt_token_ids": token_ids}
+
+
+def check_template_kwargs(kwargs: Mapping[str, object]) -> None:
+    """Raise unless these may go to a chat template beside what `LLM.chat` gives it.
+
+    Raises:
+        TypeError: They are no dict of names.
+        ValueError: `LLM.chat` has an argument of its own for one, or decides it.
+    """
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise TypeError(f"chat_template_kwargs must be a dict with names, not {kwargs!r:.80}")
+    taken = sorted(_TEMPLATE_ARGUMENTS & kwargs.keys())
+    if taken:
+        raise ValueError(f"chat_template_kwargs can't hold {', '.join(taken)}")
 
 
 def as_conversation_list(

@@ -86,6 +86,8 @@ def test_keywords_of_vllm_that_change_nothing_warn_once() -> None:
         ("swap_space", 16),
         ("quantization", "awq"),
         ("kv_cache_dtype", "fp8"),
+        ("max_logprobs", None),  # took 80 s
+        ("max_logprobs", True),
     ],
 )
 def test_keyword_of_vllm_that_would_change_something_is_refused(name: str, value: object) -> None:

@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -544,6 +545,28 @@ def test_engines_of_two_threads_do_not_meet(folder: Path) -> None:
         for thread in threads:
             thread.join()
     assert results == {0: [expected] * 3, 1: [expected] * 3}
+
+
+def test_ctrl_c_at_any_moment_leaves_the_llm_free(llm: LLM) -> None:
+    """Two in a hundred came between a lock's acquire() and `try`, and the LLM refused all calls."""
+    is_due = False
+
+    def interrupt(*args: object) -> None:
+        if is_due:
+            raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for seed in range(400):
+            with suppress(KeyboardInterrupt):
+                is_due = True
+                signal.setitimer(signal.ITIMER_REAL, random.Random(seed).uniform(5e-5, 4e-4))
+                while True:
+                    llm.generate([], GREEDY, use_tqdm=False)
+            is_due = False
+            assert llm.generate([], GREEDY, use_tqdm=False) == []
+    finally:
+        signal.signal(signal.SIGALRM, previous)
 
 
 def test_second_thread_in_a_call_is_an_error(llm: LLM) -> None:

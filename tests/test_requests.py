@@ -223,6 +223,17 @@ BAD_CONVERSATIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [({"tokenize": True}, ValueError), ({"add_generation_prompt": False}, ValueError),
+     ([1], TypeError), ({1: 2}, TypeError)],
+)  # fmt: skip
+def test_bad_template_arguments_are_refused(llm: LLM, kwargs: object, error: type) -> None:
+    with pytest.raises(error, match="chat_template_kwargs"):
+        llm.chat(CONVERSATION, GREEDY, use_tqdm=False, chat_template_kwargs=kwargs)
+    check_idle(llm)
+
+
 @pytest.mark.parametrize("case", BAD_CONVERSATIONS)
 def test_bad_conversation_of_several_is_refused_by_its_index(llm: LLM, case: str) -> None:
     conversation, error, text = BAD_CONVERSATIONS[case]

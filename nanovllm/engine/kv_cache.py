@@ -66,9 +66,10 @@ def allocate_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         zeros = np.zeros(num_bytes, dtype=np.uint8)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:  # ValueError: beyond numpy's sizes
         raise ValueError(
-            f"no room for a KV cache of {_gib(num_bytes)}: lower num_kvcache_blocks"
+            f"no room for a KV cache of {_gib(num_bytes)}: lower num_kvcache_blocks or "
+            "kvcache_block_size"
         ) from error
     return torch.from_numpy(zeros).view(dtype).view(shape)
 

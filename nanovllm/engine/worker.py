@@ -109,9 +109,10 @@ def start_workers(
 def _disown_after_fork() -> None:
     """Keep a forked copy of this process, when it exits, from ending ranks that aren't its own.
 
-    multiprocessing terminates daemons at exit, and a copy inherits its list of them.
+    multiprocessing terminates daemons at exit, and a copy inherits its set of them: the one of that
+    moment, since a child that multiprocessing itself forks begins a new set.
     """
-    os.register_at_fork(after_in_child=multiprocessing.process._children.clear)  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=lambda: multiprocessing.process._children.clear())  # type: ignore[attr-defined]
 
 
 class WorkerGroup:
