@@ -301,9 +301,7 @@ def make_reader(
     defaults: SamplingParams,
 ) -> RequestReader:
     """What turns the input's lines into requests."""
-    return RequestReader(
-        tokenizer, defaults, config.seed, config.model, args.chat_template_kwargs
-    )
+    return RequestReader(tokenizer, defaults, config.seed, config.model, args.chat_template_kwargs)
 
 
 def run_file_on_ray(

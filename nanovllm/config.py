@@ -19,6 +19,7 @@ Device = Literal["auto", "cuda", "cpu"]
 AttentionBackendName = Literal["auto", "flash_attn", "triton", "torch"]
 LoadFormat = Literal["auto", "dummy"]
 
+
 class _AnyCount:
     """Contains every int from -1. A range would be searched one by one for anything else."""
 

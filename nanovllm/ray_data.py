@@ -386,8 +386,8 @@ def run_on_ray(
             plan_chunks(file, path, ledger, write, tally, max(1, config.max_num_seqs // 2))
         )
     if chunks:
-        arguments = (config, defaults, chat_template_kwargs)
-        for row in answers_of(chunks, arguments, num_actors).iter_rows():
+        records = answers_of(chunks, config, defaults, chat_template_kwargs, num_actors)
+        for row in records.iter_rows():
             _take_row(row, write, tally)
             if on_progress is not None:
                 on_progress(tally)
@@ -396,13 +396,14 @@ def run_on_ray(
 
 def answers_of(
     chunks: list[Chunk],
-    arguments: tuple[Config, SamplingParams, Mapping[str, object] | None],
+    config: Config,
+    defaults: SamplingParams,
+    chat_template_kwargs: Mapping[str, object] | None,
     num_actors: int | None,
 ) -> "Dataset":
     """The dataset of records of some chunks; a chunk is a block, a task and a batch."""
     import ray
 
-    config = arguments[0]
     num_gpus = config.tensor_parallel_size if config.device != "cpu" else 0
     num_cluster_gpus = int(ray.cluster_resources().get("GPU", 0))
     if not num_cluster_gpus:
@@ -415,7 +416,7 @@ def answers_of(
     )
     return lines.map_batches(
         FileAnswers,
-        fn_constructor_args=arguments,  # of FileAnswers
+        fn_constructor_args=(config, defaults, chat_template_kwargs),
         batch_size=max(len(chunk.todo) for chunk in chunks),
         compute=ray.data.ActorPoolStrategy(
             size=min(num_actors, len(chunks)),

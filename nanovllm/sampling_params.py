@@ -147,9 +147,7 @@ class SamplingParams:
     @property
     def is_special(self) -> bool:
         """Whether a rank must know more of a row than temperature and seed."""
-        return (
-            self.changes_draw or self.logprobs is not None or self.prompt_logprobs is not None
-        )
+        return self.changes_draw or self.logprobs is not None or self.prompt_logprobs is not None
 
     def _check_together(self) -> None:
         if self.n > 1 and self.is_greedy:

@@ -146,11 +146,12 @@ class InputProcessor:
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         """Raise unless the prompt and what may follow it fit the model and the pool."""
         if len(token_ids) >= self._max_model_len:
-            is_models = self._max_model_len == self._max_positions
+            limit, remedy = "(prompt and output)", "shorten it or raise max_model_len"
+            if self._max_model_len == self._max_positions:
+                limit, remedy = f"{limit}, all that the model has positions for", "shorten it"
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens, max_model_len is {self._max_model_len} "
-                f"(prompt and output){', all that the model has positions for' * is_models}: "
-                f"shorten it{'' if is_models else ' or raise max_model_len'}"
+                f"{limit}: {remedy}"
             )
         if (params.stop or params.bad_words) and self._tokenizer is None:
             raise ValueError("stop and bad_words need a tokenizer: skip_tokenizer_init is True")

@@ -336,9 +336,10 @@ class SecondPass:
         return self._histories
 
     def _download(self, groups: list[LogprobGroup], values: list[torch.Tensor]) -> PendingLogprobs:
-        # A prompt of one token has none, so there may be nothing to join.
-        no_values = torch.empty(0, dtype=torch.int32, device=self._device)
-        flat = torch.cat([no_values, *(part.flatten() for part in values)])
+        if values:
+            flat = torch.cat([part.flatten() for part in values])
+        else:  # of a prompt of one token
+            flat = torch.empty(0, dtype=torch.int32, device=self._device)
         if self._device.type == "cpu":
             return PendingLogprobs(groups, flat.numpy(), None)
         if self._downloads is None:

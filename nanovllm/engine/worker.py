@@ -49,7 +49,6 @@ _KILL_S = 3.0  # for the kernel to end a killed rank
 _NAME = "nanovllm rank"
 _NO_MAIN_GUARD = 120  # exit code of a rank in which the user's script would start ranks
 
-
 # Exceptions whose type tells the caller something; any other becomes a RuntimeError.
 _TYPES_KEPT: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (ValueError, TypeError, ImportError, NotImplementedError)

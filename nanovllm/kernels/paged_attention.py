@@ -13,6 +13,8 @@ import torch
 
 from nanovllm.kernels.optional_triton import tl, triton
 
+HEAD_DIMS = range(16, 257)  # that the kernels are made for
+
 
 @triton.jit
 def attend_keys(
@@ -140,7 +142,7 @@ def check_heads(num_q_heads: int, num_kv_heads: int, head_dim: int, block_size: 
         raise ValueError(
             f"{num_q_heads} query heads for {num_kv_heads} KV heads: must be a multiple of 1 to 16"
         )
-    if not 16 <= head_dim <= 256:
+    if head_dim not in HEAD_DIMS:
         raise ValueError(
             f"head_dim is {head_dim}, must be 16 to 256: use attention_backend='torch'"
         )

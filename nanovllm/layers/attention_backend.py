@@ -263,13 +263,15 @@ def _triton_backend(dtype: torch.dtype, block_size: int, head_dim: int) -> Atten
             f"attention_backend='triton' needs kvcache_block_size a power of two of at least 16, "
             f"not {block_size}"
         )
-    if not 16 <= head_dim <= 256:
+    from nanovllm.kernels.decode_attention import decode_attention
+    from nanovllm.kernels.paged_attention import HEAD_DIMS
+    from nanovllm.kernels.prefill_attention import prefill_attention
+
+    if head_dim not in HEAD_DIMS:
         raise ValueError(
             f"attention_backend='triton' needs head_dim from 16 to 256, not {head_dim}: use "
             "attention_backend='torch'"
         )
-    from nanovllm.kernels.decode_attention import decode_attention
-    from nanovllm.kernels.prefill_attention import prefill_attention
 
     def prefill(
         q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context, scale: float,

@@ -98,8 +98,10 @@ def iterate_checkpoint(files: Iterable[Path]) -> Iterator[tuple[str, LoadedTenso
                 for name in file.keys():  # noqa: SIM118 - the file object is no dict
                     yield name, _open_tensor(name, file.get_slice(name))
         except (SafetensorError, OSError) as error:
-            reason = "it is a Git LFS pointer, git lfs pull gets the file" * _is_lfs_pointer(path)
-            raise ValueError(f"{path} can't be read as safetensors: {reason or error}") from error
+            reason = str(error)
+            if _is_lfs_pointer(path):
+                reason = "it is a Git LFS pointer, git lfs pull gets the file"
+            raise ValueError(f"{path} can't be read as safetensors: {reason}") from error
 
 
 def _is_lfs_pointer(path: Path) -> bool:
